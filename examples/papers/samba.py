@@ -8,6 +8,7 @@ from examples.papers.claim import Claim, OnGpu, Paper, Table, nothing, unseen
 from examples.papers.columns import Column, in_rows, tasks
 from examples.papers.samba_runs import CONTEXT
 from examples.papers.speed import decoding_flat, prefill_faster, speed_rows
+from examples.passkey.samples import LONGER
 
 MAIN = ("samba", "mamba-swa-mlp", "mamba", "mamba-mlp", "llama", "llama-swa", "sliding-gla", "sliding-retnet")
 SIX = ("llama", "llama-swa", "mamba", "sliding-gla", "sliding-retnet", "samba")
@@ -198,7 +199,7 @@ CLAIMS = (
         views.passkey_rows,
         views.recalls_all,
         reason=views.why_not_perfect,
-        further={"passkey": (views.LONGER,)},
+        further={"passkey": (LONGER,)},
         on_gpu=FOUND,
     ),
     Claim(

@@ -12,6 +12,7 @@ from typing import Any
 from examples.long_text import Curve, draw_seeds, frame
 from examples.papers.claim import Kept, Pair, Table, Verdict, holds, in_order, pooled
 from examples.papers.samba_runs import CONTEXT, REPEATED
+from examples.passkey.samples import LONGER
 
 LAST = 32  # times the training length, that is read
 EXPLODES = 1.2  # times the perplexity at the training length
@@ -19,7 +20,6 @@ LEVEL = 1.01  # times another perplexity, that counts as no higher
 FOUND = 0.9  # of the keys at the tuned length
 CONVOLVED = ("samba", "sliding-gla", "sliding-gla-sc", "sliding-retnet", "sliding-retnet-sc")  # or not
 HYBRIDS = ("samba", "mamba-swa-mlp", "samba-three")
-LONGER = "samba_longer"  # tuned on keys for longer
 REACH = 2048  # tokens, four times the rows of tuning
 Judge = Callable[[Kept], Verdict]
 

@@ -143,7 +143,7 @@ def of_length(variant: str) -> float:
 STUDIES = (
     Study("papers", partial(of_papers, "samba"), partial(write_corpus, "samba"), lambda _: 16),
     Study("papers", partial(of_papers, "length"), partial(write_corpus, "length"), of_length),
-    Study("passkey", of_passkey, write_passkey, lambda variant: 24 if variant == "samba_longer" else 14),
+    Study("passkey", of_passkey, write_passkey, lambda variant: 24 if variant == passkey.LONGER else 14),
     Study("papers", partial(of_papers, "tables"), partial(write_corpus, "tables"), lambda _: 8),
     Study("papers", of_babilong, write_babilong, lambda variant: 4 if variant != "passing" else 1),
     Study("papers", partial(of_papers, "entropy"), partial(write_corpus, "entropy"), lambda _: 6),

@@ -19,6 +19,7 @@ from hybridtron.train.records import read_lines
 HERE = Path(__file__).parent
 END = "<|endoftext|>"
 TEXT = "text"  # the phase before the samples
+LONGER = "samba_longer"  # the variant with more steps of the last phase
 MIXED = (3, 4)  # phases that mix the lengths
 EVERY = 10  # steps, whose mean loss is a point of the picture
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from examples.passkey.samples import QUICK, STUDY, Found, Sizes, part_of, write_samples
+from examples.passkey.samples import LONGER, QUICK, STUDY, Found, Sizes, part_of, write_samples
 from examples.results import ROOT, Result
 from examples.study import Measured, conduct, parse
 from hybridtron.config.units import readable
@@ -28,7 +28,7 @@ from hybridtron.sweep.grid import SweepRun
 
 NAMES = {
     "samba": "Samba",
-    "samba_longer": "Samba, three times the last phase",
+    LONGER: "Samba, three times the last phase",
     "swa": "windows alone",
     "mamba2": "Mamba-2",
     "mamba2_fitted": "Mamba-2, fitted noise",
@@ -79,7 +79,7 @@ def page(found: Mapping[str, Found], notes: list[str], seq_len: int) -> str:
     """The whole page in Markdown."""
     report = BenchReport("Passkey retrieval on a laptop", notes=notes)
     named = {NAMES[variant]: one.last for variant, one in found.items()}
-    hybrid = {NAMES[name]: found[name].last for name in ("samba", "samba_longer", "swa") if name in found}
+    hybrid = {NAMES[name]: found[name].last for name in ("samba", LONGER, "swa") if name in found}
     table(report, "Keys that were found, by length", hybrid, "passkey_training.png")
     for variant in ("samba", "swa"):
         if variant in found:

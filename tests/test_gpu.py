@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,13 +33,13 @@ def on(device: str, spec: MixerSpec, seq: SeqInfo, dtype: torch.dtype) -> list[t
     """Output, final state and gradients of a mixer on a device, in fp32 on the CPU."""
     torch.manual_seed(0)
     mixer = build(spec, torch.float32)
-    x_LBD, weight = torch.randn(LENGTH, 2, SIZES.width), torch.randn(LENGTH, 2, SIZES.width)
+    x_LBD, weight = torch.randn(LENGTH, 2, spec.input_width(SIZES)), torch.randn(LENGTH, 2, SIZES.width)
     mixer = mixer.to(device)
     for name, parameter in mixer.named_parameters():
         if not spec.parameters(SIZES)[name].fp32:
             parameter.data = parameter.data.to(dtype)
     x_LBD = x_LBD.to(device, dtype).requires_grad_()
-    y_LBD, state, _ = mixer(x_LBD, None, seq.to(torch.device(device)))
+    y_LBD, state, _ = mixer(x_LBD, None, seq.map(lambda tensor: tensor.to(device)))
     made = [y_LBD, *state.values(), *gradients(mixer, [y_LBD], [x_LBD], [weight.to(device, dtype)])]
     return [tensor.detach().float().cpu() for tensor in made]
 
@@ -82,11 +83,11 @@ def test_emulated_fp8_equals_transformer_engine(recipe: Precision) -> None:
     torch.manual_seed(0)
     x, weight, dy = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     made = []
-    for projection in (
+    for layer in (
         Fp8Linear(256, 256, Fp8(recipe, range(1))),
         transformer_engine.local_linear(256, 256, Fp8(recipe, range(1), emulate=False)),
     ):
-        projection = projection.to("cuda", torch.bfloat16)
+        projection: Any = layer.to("cuda", torch.bfloat16)
         projection.weight.data.copy_(weight)
         own = x.clone().requires_grad_()
         y = projection(own)
@@ -104,7 +105,7 @@ def test_delayed_scaling_keeps_the_greatest_values_of_all_micro_batches() -> Non
         pytest.skip(fault)
     torch.manual_seed(0)
     fp8 = Fp8(Precision.fp8_delayed, range(1), history=4, emulate=False)
-    projection = transformer_engine.local_linear(256, 256, fp8).to("cuda", torch.bfloat16)
+    projection: Any = transformer_engine.local_linear(256, 256, fp8).to("cuda", torch.bfloat16)
     torch.nn.init.normal_(projection.weight)
     x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
     with transformer_engine.region(fp8):

@@ -44,7 +44,9 @@ NO_COMPILER = "ops run in torch alone, several times slower on a CPU; a C++ comp
 IMPORT = """
 import importlib, importlib.util, json, sys
 name = sys.argv[1]
-found = importlib.util.find_spec(name.partition(".")[0]) is not None
+first = importlib.util.find_spec(name.partition(".")[0])
+# a folder that several packages share, as `nvidia` is, says nothing of this one
+found = first is not None and (first.origin is not None or importlib.util.find_spec(name) is not None)
 try:
     module = importlib.import_module(name) if found else None
     seen = {"found": found, "version": str(getattr(module, "__version__", "")), "fault": None}

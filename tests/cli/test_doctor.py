@@ -138,6 +138,16 @@ def test_a_flash_attn_without_the_functions_of_flash_attn_2_is_not_ok(
     assert "flash_attn_interface" in line.note
 
 
+def test_a_folder_that_packages_share_does_not_make_them_all_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's libraries stand in `nvidia`, beside which there may be no `nvidia.dali`."""
+    package(tmp_path / "shared_by_several", "here", "__version__ = '2'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor.probe("shared_by_several.here").version == "2"
+    assert doctor.optional_line("shared_by_several.dali", "", doctor.probe("shared_by_several.dali")).mark == "none"
+
+
 def test_a_package_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path, "hangs", "import time; time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from hybridtron.architecture.base import MixerSpec
 from hybridtron.cli import audit, checkpoint, doctor
 from hybridtron.config.check import check
 from hybridtron.config.load import load
@@ -15,6 +17,9 @@ from hybridtron.proving.audit import cases, table
 from hybridtron.proving.gpu import day_one, main, recipes
 from hybridtron.proving.gpu.day_one import DayOneStep
 from hybridtron.rehearse import cards
+from tests import test_gpu
+from tests.conftest import seq_info
+from tests.mixers.test_contract import CASES, SIZES
 
 TWENTY_MINUTES = 20 * 60
 
@@ -96,3 +101,10 @@ def test_fewer_rows_where_the_recipe_does_not_fit(unit: float, rows: int, monkey
 
 def test_a_card_has_a_line_for_all_that_is_measured() -> None:
     assert set(recipes.LINES_WRITTEN) | {"resume_difference", "megatron_mfu"} == set(cards.LINES)
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_what_the_tests_on_a_gpu_compare_runs_here(spec: MixerSpec) -> None:
+    """Seldom does a machine run them; on the CPU alone they would compare it with itself."""
+    output, *_ = test_gpu.on("cpu", spec, seq_info(2, test_gpu.LENGTH, [[100, 156], [256]]), torch.float32)
+    assert output.shape == (test_gpu.LENGTH, 2, SIZES.width)

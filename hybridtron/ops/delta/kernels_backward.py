@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from hybridtron.ops.delta.kernels_forward import beta_of_chunk, kept
-from hybridtron.ops.gla.kernels_forward import begins, scores_of_chunk, since_start, state_block, to_end
+from hybridtron.ops.gla.kernels_forward import begins, scores_of_chunk, since_start, state_block, summed, to_end
 from hybridtron.ops.ssd.kernels_forward import product, tokens_by_channel
 
 
@@ -178,7 +178,7 @@ def _decay_gradients(
     if BY_HEAD:
         gain_TN, loss_TN = tl.sum(gain_TN, axis=1, keep_dims=True), tl.sum(loss_TN, axis=1, keep_dims=True)
         through_1N = tl.sum(through_1N, axis=1, keep_dims=True)
-    grad_TG = tl.cumsum(gain_TN, axis=0, reverse=True) + tl.cumsum(loss_TN, axis=0) - loss_TN + through_1N
+    grad_TG = summed(gain_TN, True) + summed(loss_TN, False) - loss_TN + through_1N
     sums_TT = token_T[:, None] <= token_T[None, :]  # of t over s, where s does not come before t
     if DOCUMENTS:
         document_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)

@@ -46,13 +46,24 @@ def log_decays(
 
 
 @triton.jit
+def summed(g_TN: tl.tensor, FROM_END: tl.constexpr) -> tl.tensor:
+    """Sums over tokens, up to each or from each on. Triton 3.6 can sum a single column as a vector alone."""
+    columns: tl.constexpr = g_TN.shape[1]  # pyrefly: ignore
+    if columns == 1:
+        summed_TN = tl.cumsum(tl.ravel(g_TN), axis=0, reverse=FROM_END)[:, None]
+    else:
+        summed_TN = tl.cumsum(g_TN, axis=0, reverse=FROM_END)
+    return summed_TN
+
+
+@triton.jit
 def since_start(
     g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, wanted_T: tl.tensor, head: tl.tensor,
     n_N: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The product of the decays of the wanted tokens up to each."""
     g_TN = log_decays(g_BLHN, starts_BL, row, token_T, wanted_T, head, n_N, length, heads, DOCUMENTS, N)
-    return tl.exp(tl.cumsum(g_TN, axis=0))
+    return tl.exp(summed(g_TN, False))
 
 
 @triton.jit
@@ -63,7 +74,7 @@ def to_end(
     """The product of the decays after each token and before `end`."""
     next_T = token_T + 1
     g_TN = log_decays(g_BLHN, starts_BL, row, next_T, next_T < end, head, n_N, length, heads, DOCUMENTS, N)
-    return tl.exp(tl.cumsum(g_TN, axis=0, reverse=True))
+    return tl.exp(summed(g_TN, True))
 
 
 @triton.jit

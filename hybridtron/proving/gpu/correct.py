@@ -6,9 +6,15 @@ The calls of the ops are those that the mixers and the loss make: they are noted
 from __future__ import annotations
 
 import math
+import os
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from itertools import chain
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -73,7 +79,7 @@ def correctness(report: BenchReport) -> None:
     """A line for every op and mixer, the worst of all its calls."""
     sizes, length = (ModelSizes(64, 4), 128) if report.quick else (ModelSizes(256, 4), 512)
     worst: dict[str, dict[torch.dtype, float]] = {}
-    for what, dtype, error in _all(compute_device(), sizes, length):
+    for what, dtype, error in _all(sizes, length, side_by_side=not report.quick):
         of_name = worst.setdefault(what, {})
         of_name[dtype] = max(error, of_name.get(dtype, 0.0))
     cells = [(name, *(f"{errors[dtype]:.1e}" for dtype in TOLERANCES)) for name, errors in worst.items()]
@@ -83,18 +89,54 @@ def correctness(report: BenchReport) -> None:
         report.at_most(f"largest error in {dtype}", limit, largest)
 
 
-def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[tuple[str, torch.dtype, float]]:
-    """How far outputs or gradients are from their references at most, as a share of the reference's norm."""
+Found = tuple[str, torch.dtype, float]
+"""How far outputs or gradients are from their references at most, as a share of the reference's norm."""
+
+
+def _all(sizes: ModelSizes, length: int, side_by_side: bool) -> Iterator[Found]:
+    """A process for each kind of mixer, if side by side: one alone compiles kernels for minutes."""
     assert set(OPTIONS) == set(SPECS), "a new mixer stands in OPTIONS too"
+    parts = [partial(_of_mixers, kind, sizes, length) for kind in OPTIONS] + [partial(_of_the_rest, sizes, length)]
+    if not side_by_side:
+        yield from chain.from_iterable(part() for part in parts)
+        return
+    processes = max(1, min(len(parts), (os.cpu_count() or 1) // 2))
+    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for waiting in [pool.submit(_survived, part) for part in parts]:
+            yield from waiting.result()
+
+
+def _survived(part: Callable[[], list[Found]]) -> list[Found]:
+    """Of a part that fails an infinite error: the others are still worth knowing."""
+    torch.set_num_threads(1)
+    try:
+        return part()
+    except Exception:
+        traceback.print_exc()
+        name = part.args[0] if isinstance(part, partial) and isinstance(part.args[0], str) else "the rest"
+        return [(f"{name} FAILED", dtype, math.inf) for dtype in TOLERANCES]
+
+
+def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
+    """All options of a kind of mixer, and the ops that they call."""
+    device, found = compute_device(), list[Found]()
     for dtype in TOLERANCES:
         calls: list[Call] = []
-        for kind, several in OPTIONS.items():
-            for options in several:
-                spec = SPECS[kind](**options)
-                what = f"{kind} {spec.describe()}".strip()
-                yield what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls)
+        for options in OPTIONS[kind]:
+            spec = SPECS[kind](**options)
+            error = _mixer_error(spec, sizes, length, dtype, device, calls)
+            found.append((f"{kind} {spec.describe()}".strip(), dtype, error))
+        found += _of_calls(calls, dtype, device)
+    return found
+
+
+def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
+    """Adapters, and the ops that no mixer calls."""
+    device, found = compute_device(), list[Found]()
+    for dtype in TOLERANCES:
         for what, options in ADAPTERS.items():
-            yield what, dtype, _adapter_error(options, sizes.width, length, dtype, device)
+            found.append((what, dtype, _adapter_error(options, sizes.width, length, dtype, device)))
+        calls: list[Call] = []
         with noted(calls), force("reference"):
             x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype).requires_grad_()
             weight_D = torch.ones(sizes.width, dtype=dtype, requires_grad=True)
@@ -112,8 +154,8 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[tuple
             dropout(DropoutInputs(x_LBD, *numbers, 0.3))
             for budget in (Budget(bin=24, best=24), Budget(best=40)):
                 sparse_attention(_by_content(budget, sizes, length, dtype))
-        for op, inputs in calls:
-            yield op.name, dtype, _op_error(op, inputs, device)
+        found += _of_calls(calls, dtype, device)
+    return found
 
 
 Call = tuple[Op, Any]
@@ -127,6 +169,10 @@ def _by_content(budget: Budget, sizes: ModelSizes, length: int, dtype: torch.dty
     of_queries, of_keys = torch.randint(4, (2, ROWS, length)) if budget.bin else (None, None)
     seen = Seen(budget, documents, places, of_queries, of_keys, torch.randn(ROWS, length))
     return SparseInputs(q, k, v, seen)
+
+
+def _of_calls(calls: list[Call], dtype: torch.dtype, device: torch.device) -> list[Found]:
+    return [(op.name, dtype, _op_error(op, inputs, device)) for op, inputs in calls]
 
 
 def noted(calls: list[Call]) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
     hybridtron check gpu               writes benchmarks/gpu_check.md; `hybridtron gpu-check` is the same
     hybridtron check gpu --only correctness --only kernels
+    hybridtron check gpu --only every_recipe --recipe samba_421m
     hybridtron check gpu --rehearse    the same on any machine with tiny sizes; its numbers say nothing
 
 Parts: correctness (every op and mixer against its reference on the CPU, fp32 and bf16), recipes (samba_421m and
@@ -43,6 +44,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="hybridtron check gpu", description="Check this machine's GPU with all ops, mixers and recipes."
     )
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be given several times")
+    parser.add_argument("--recipe", action="append", default=[], help="of every_recipe; may be given several times")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on any machine, to try this tool")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/gpu_check.md)")
     return parser.parse_args(arguments)
@@ -61,17 +63,18 @@ def main(arguments: list[str]) -> int:
         return 0
     report = BenchReport("GPU check", chosen.rehearse, 1 if chosen.rehearse else ROUNDS, device=device)
     report.table("kernels", ("op", "runs", "why"), choices(device))
-    failed = [name for name in parts if not ran(name, report)]
+    failed = [name for name in parts if not ran(name, report, chosen.recipe)]
     report.notes += [f"{name} FAILED" for name in failed]
     folder = None if chosen.rehearse else pages()
     publish(report, "hybridtron gpu-check", chosen.output or (folder and folder / "gpu_check.md"))
     return 1 if failed or not all(goal.reached for goal in report.goals) else 0
 
 
-def ran(part: str, report: BenchReport) -> bool:
+def ran(part: str, report: BenchReport, recipes: list[str]) -> bool:
     """Fill the report with a part; whether it did not fail."""
     try:
-        getattr(importlib.import_module(PARTS[part]), part)(report)
+        fill = getattr(importlib.import_module(PARTS[part]), part)
+        fill(report, *([recipes] if part == "every_recipe" else []))
     except Exception:
         traceback.print_exc()
         return False

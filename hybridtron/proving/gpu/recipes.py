@@ -6,8 +6,9 @@ import gc
 import json
 import platform
 import subprocess
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,26 @@ SHORT = ("phases.0.seq_len=128", "phases.0.global_batch=2", "phases.0.micro_batc
 PACKAGES = ("torch", "megatron-core", "mamba-ssm", "causal-conv1d", "flash-attn", "transformer-engine")
 
 
-def every_recipe(report: BenchReport) -> None:
-    """A line for each recipe, and a file beside the cards; why some can't run here is a note."""
-    cells, checkout = [], pages()
-    for name in QUICK if report.quick else choices_of("recipe"):
+def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
+    """A line for each of these recipes, or of all, and a file beside the cards; why some can't run here is a note."""
+    cells, checkout, failed = [], pages(), list[str]()
+    for name in names or (QUICK if report.quick else choices_of("recipe")):
         try:
             settings = fitting(name, report.quick)
             found = taken(settings)
         except (ConfigError, torch.OutOfMemoryError) as error:
             report.notes.append(f"{name} takes no step: {str(error).splitlines()[-1].strip()}")
             continue
+        except Exception:  # of one recipe: the others are still worth knowing
+            traceback.print_exc()
+            failed.append(name)
+            continue
         cells.append((name, " ".join(settings[1:]), f"{found['tokens_per_second']:,.0f}", *losses_of(found)))
         if checkout is not None and not report.quick:
             write(checkout / "cards" / "measured" / f"{name.replace('/', '-')}.json", found)
     report.table("a step of every recipe", ("recipe", "settings", "tokens/s", "first loss", "last loss"), cells)
+    report.notes += [f"{name} FAILED" for name in failed]
+    report.at_most("recipes that fail", 0, len(failed))
 
 
 def fitting(name: str, quick: bool) -> list[str]:
@@ -67,6 +74,7 @@ def fitting(name: str, quick: bool) -> list[str]:
 
 def taken(settings: list[str]) -> dict[str, Any]:
     """Steps of one recipe; keys as the cards know them."""
+    recipe, *others = settings[0].removeprefix("recipe="), *settings[1:]
     config = checked(settings)
     forget_peak_memory()
     report = BenchReport("steps", repetitions=STEPS)
@@ -80,7 +88,7 @@ def taken(settings: list[str]) -> dict[str, Any]:
     gc.collect()
     memory = peak_memory_gib()
     found = {
-        "command": f"hybridtron check gpu --only every_recipe, with {' '.join(settings)}",
+        "command": f"hybridtron check gpu --only every_recipe --recipe {recipe}, with {' '.join(others)}",
         "commit": commit(),
         "versions": ", ".join([f"Python {platform.python_version()}", *_versions()]),
         "gpu": describe_device(),

@@ -13,6 +13,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 TILE = 128
+SMALLEST_HEAD = 16
+
+
+def flex_unsupported_reason(q_BLHK: Tensor) -> str | None:
+    """Why FlexAttention can't take such queries; None where it can."""
+    if q_BLHK.dtype == torch.float64:
+        return "has no float64"
+    size = q_BLHK.shape[-1]
+    return f"takes heads of at least {SMALLEST_HEAD} channels, not {size}" if size < SMALLEST_HEAD else None
 
 
 def mask_of_tiles(

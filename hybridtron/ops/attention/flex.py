@@ -25,9 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridtron.ops.attention.reference import AttentionInputs, SeenKeys, joined, seen_keys
 from hybridtron.ops.dispatch import Implementation
-from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, mask_of_tiles
-
-SMALLEST_HEAD = 16
+from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, flex_unsupported_reason, mask_of_tiles
 
 
 def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -72,12 +70,10 @@ def _mask_of_batch(inputs: AttentionInputs, documents_BL: Tensor) -> BlockMask:
 
 
 def _unsupported_reason(inputs: AttentionInputs) -> str | None:
-    _, length, _, size = inputs.q_BLHK.shape
-    if inputs.q_BLHK.dtype == torch.float64:
-        return "has no float64"
-    if size < SMALLEST_HEAD:
-        return f"takes heads of at least {SMALLEST_HEAD} channels, not {size}"
-    return f"gains nothing on rows of fewer than {TILE} tokens, as in generation" if length < TILE else None
+    if (reason := flex_unsupported_reason(inputs.q_BLHK)) is not None:
+        return reason
+    short = inputs.q_BLHK.shape[1] < TILE
+    return f"gains nothing on rows of fewer than {TILE} tokens, as in generation" if short else None
 
 
 def attention(inputs: AttentionInputs) -> Tensor:

@@ -138,13 +138,13 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
         forward_kernels.walk[self.walks](
             self.v_BLHP, self.beta_BLH, self.starts, k_enter, k_leave, whole, X_BHLT, start, last_BHNP,
             before_BCHNP, w_BLHP, length, heads, self.chunks, START=self.state_BHNP is not None,
-            **self.constants("BY_HEAD", "DOCUMENTS", "N", "P", "BLOCK_N", "PRODUCT", "PRECISION"), **self.carried,
+            **self.constants("BY_HEAD", "DOCUMENTS", "N", "P", "BLOCK_N", "PRODUCT", "PRECISION") | self.carried,
         )  # fmt: skip
         return Walked(scores, (q_enter, k_enter), k_leave, whole, before_BCHNP, last_BHNP, w_BLHP)
 
     @property
     def carried(self) -> dict[str, int]:
-        return {"VALUES": min(self.tiles.walk, self.blocks["BLOCK_P"])}
+        return {"VALUES": self.tiles.walk} | WIDE
 
     @property
     def walks(self) -> tuple[int, int, int]:
@@ -205,7 +205,7 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
         backward_kernels.walk_back[self.walks](
             dy_BLHP, self.beta_BLH, walked.scores[0], Z_BHLT, *walked.enter, walked.k_leave_BLHN,
             walked.whole_BCHG, grad_last_BHNP, grad_state, after, du, *self.lengths, self.chunks,
-            **self.constants("BY_HEAD", "N", "P", "BLOCK_N", "PRODUCT", "PRECISION"), **self.carried,
+            **self.constants("BY_HEAD", "N", "P", "BLOCK_N", "PRODUCT", "PRECISION") | self.carried,
         )  # fmt: skip
         return du, after, grad_state
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.ops.dispatch import Implementation
-from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, mask_of_tiles
+from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, flex_unsupported_reason, mask_of_tiles
 from hybridtron.ops.span.reference import SpanInputs, chosen_table
 
 NOWHERE = -1
@@ -103,4 +103,8 @@ def span_attention(inputs: SpanInputs) -> Tensor:
     return attend_to_tiles(q_BLHK, k_BSGK, v_BSGK, mask_of_tiles(mask_of(places, share), lengths, tiles_BHQC))
 
 
-FLEX = Implementation("flex", span_attention, "cuda")
+def _unsupported_reason(inputs: SpanInputs) -> str | None:
+    return flex_unsupported_reason(inputs.q_BLHK)
+
+
+FLEX = Implementation("flex", span_attention, "cuda", unsupported_reason=_unsupported_reason)

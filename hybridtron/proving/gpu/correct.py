@@ -124,7 +124,7 @@ def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
         calls: list[Call] = []
         for options in OPTIONS[kind]:
             spec = SPECS[kind](**options)
-            error = _mixer_error(spec, sizes, length, dtype, device, calls)
+            error = mixer_error(spec, sizes, length, dtype, device, calls)
             found.append((f"{kind} {spec.describe()}".strip(), dtype, error))
         found += _of_calls(calls, dtype, device)
     return found
@@ -180,7 +180,7 @@ def noted(calls: list[Call]) -> AbstractContextManager[None]:
     return observed(lambda op, inputs: calls.append((op, tree_map_only(Tensor, _copied, inputs))))
 
 
-def _mixer_error(
+def mixer_error(
     spec: MixerSpec, sizes: ModelSizes, length: int, dtype: torch.dtype, device: torch.device, calls: list[Call]
 ) -> float:
     """A mixer in a type on a device against the same weights and input, as rounded to it, in fp32 on the CPU.
@@ -206,7 +206,9 @@ def _mixer_error(
             y_LBD, state, _ = mixer(x_LBD, None, seq.map(lambda tensor: tensor.to(device)))
         weights = [x_LBD, *mixer.parameters()]
         later_LBD = y_LBD * (positions_BL.T.unsqueeze(2) > 0).to(device)
-        return [y_LBD, *state.values(), *torch.autograd.grad(_some_sum([later_LBD]), weights)]
+        # some weights of sparse attention learn by an auxiliary loss alone
+        gradients = torch.autograd.grad(_some_sum([later_LBD]), weights, allow_unused=True, materialize_grads=True)
+        return [y_LBD, *state.values(), *gradients]
 
     with noted(calls):
         made(torch.device("cpu"), dtype, "reference")
@@ -214,7 +216,7 @@ def _mixer_error(
 
 
 def _adapter_error(options: dict[str, Any], width: int, length: int, dtype: torch.dtype, device: torch.device) -> float:
-    """As `_mixer_error`, of a projection with two parts, and an adapter of one of them."""
+    """As `mixer_error`, of a projection with two parts, and an adapter of one of them."""
     parts = [AdaptedPart("k", width, True), AdaptedPart("v", width // 2, False)]
     seq = replace(SeqInfo.stream(ROWS, length), key=7)
 

@@ -188,7 +188,8 @@ def test_what_is_shipped_fits_an_h100() -> None:
         "pairs_by_head", "pairs_by_channel", "token_gradients",
     }  # fmt: skip
     assert [fault for launch in launches for fault in launch.faults()] == []
-    assert not any(launch.stack for launch in launches)  # not even where other kernels of these names may
+    # not even where kernels of other ops with these names may; 8 bytes in fp32
+    assert all(launch.stack <= 8 * (launch.kernel == "token_gradients") for launch in launches)
     assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
     assert max(buffers) <= 8 * 4096 * 8 * MOST_KEYS * MOST_VALUES / 32  # no state of every token
 

@@ -72,6 +72,7 @@ class Kernel:
     run: Op[Any, Any] | Callable[[Any], Tensor]
     inputs: Any
     outputs: int = 1  # the number of them, from the first, that get gradients
+    repeats: bool = True  # whether backward leaves what forward kept as it was
 
     def implementations(self, device: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         """Every implementation that can run these inputs on a device, by name; and other ways to compute them."""
@@ -157,7 +158,7 @@ def loss_kernel(sizes: Sizes, length: int) -> Kernel:
     labels, mask = torch.randint(sizes.vocabulary, (length,)), torch.ones(length, dtype=torch.bool)
     x, weight = normal(length, sizes.width), normal(sizes.vocabulary, sizes.width)
     inputs = LinearCrossEntropyInputs(x, weight, labels, mask, 0.0)
-    return Kernel("linear + cross entropy", linear_cross_entropy, inputs)
+    return Kernel("linear + cross entropy", linear_cross_entropy, inputs, repeats=False)
 
 
 def window_kernel(sizes: Sizes, length: int) -> Kernel:
@@ -204,8 +205,9 @@ def copy_rate(device: torch.device) -> float:
     return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
 
 
-def passes(run: Callable[[Any], Any], inputs: tuple[Any, ...], outputs: int) -> dict[str, Callable[[], object]]:
-    """Forward, backward over a kept graph from the first outputs, and both."""
+def passes(kernel: Kernel, run: Callable[[Any], Any]) -> dict[str, Callable[[], object]]:
+    """Forward, backward over a kept graph from the first outputs where that repeats, and both."""
+    inputs, outputs = kernel.inputs, kernel.outputs
     wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
 
     def forward() -> tuple[Tensor, ...]:
@@ -218,7 +220,8 @@ def passes(run: Callable[[Any], Any], inputs: tuple[Any, ...], outputs: int) -> 
     def backward(out: tuple[Tensor, ...]) -> object:
         return torch.autograd.grad(out, wanted, gradients, retain_graph=True)
 
-    return {"forward": forward, "backward": lambda: backward(kept), "both": lambda: backward(forward())}
+    alone = {"backward": lambda: backward(kept)} if kernel.repeats else {}
+    return {"forward": forward, **alone, "both": lambda: backward(forward())}
 
 
 def calls(sizes: Sizes, device: torch.device, forms: int | None = None) -> Iterator[tuple[Call, Callable[[], object]]]:
@@ -228,7 +231,7 @@ def calls(sizes: Sizes, device: torch.device, forms: int | None = None) -> Itera
             with device:
                 kernel = make(sizes, length)
             for form, run in islice(kernel.implementations(device.type), forms):
-                for name, one_pass in passes(run, kernel.inputs, kernel.outputs).items():
+                for name, one_pass in passes(kernel, run).items():
                     yield (kernel.name, length, form, name), one_pass
 
 

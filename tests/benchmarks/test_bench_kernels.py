@@ -25,8 +25,8 @@ def test_without_a_gpu_the_page_holds_a_rehearsal(tmp_path: Path) -> None:
     found = {tuple(line[:4]): [float(number) for number in line[4:]] for line in cells[2:]}
     assert {kernel for kernel, *_ in found} == {make(QUICK, 48).name for make in KERNELS}
     for kernel, length, form, name in found:
-        whole, forward, backward = (found[kernel, length, form, part] for part in ("both", "forward", "backward"))
-        if name == "both":
+        if name == "backward":
+            whole, forward, backward = (found[kernel, length, form, part] for part in ("both", "forward", "backward"))
             assert whole[0] == forward[0] + backward[0]
             assert whole[1] == pytest.approx(forward[1] + backward[1], rel=0.01)
 
@@ -37,8 +37,9 @@ def test_every_kernel_can_be_called(make: Callable[[Sizes, int], Kernel]) -> Non
     forms = dict(kernel.implementations("cpu"))
     assert forms
     for run in forms.values():
-        for one_pass in passes(run, kernel.inputs, kernel.outputs).values():
-            one_pass()
+        for one_pass in passes(kernel, run).values():
+            for _ in range(3):  # as a timer does
+                one_pass()
 
 
 def test_a_call_is_timed() -> None:

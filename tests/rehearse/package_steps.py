@@ -20,6 +20,8 @@ JOBS: dict[str, tuple[list[str], dict[str, str]]] = {
     "flash 4": (["recipe=laptop", "precision=bf16"], {"attention": "flash-attn-4"}),
     "isolated": (["recipe=laptop", "precision=bf16", "data.documents=isolate"], {"attention": "flash-attn-4"}),
     "mamba2": (["recipe=mamba2_laptop", "precision=bf16"], {}),
+    "flash": (["recipe=gdn_laptop", "precision=bf16"], {"attention": "flash-attn"}),
+    "torch's own": (["recipe=gdn_laptop", "precision=bf16"], {"attention": "sdpa"}),
     "fp8": (["recipe=laptop", "precision=fp8_delayed"], {}),
     **{
         f"planned {number}": (settings, OURS)

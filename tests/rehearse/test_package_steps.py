@@ -43,6 +43,14 @@ def test_each_version_has_its_rate(found: dict[str, Report]) -> None:
     assert GAINS["flash-3"] > GAINS["flash-4"] > 1
 
 
+def test_torchs_own_full_attention_is_one_kernel_too(found: dict[str, Report]) -> None:
+    """A build without CUDA would make all scores."""
+    flash, own = found["flash"], found["torch's own"]
+    assert own["per_micro_batch"]["costs"] == flash["per_micro_batch"]["costs"]
+    assert summed(own, "flops", "attention") > 0
+    assert own["memory"]["peak"] == flash["memory"]["peak"]
+
+
 def test_borders_of_documents_come_with_the_batch(found: dict[str, Report]) -> None:
     """Attention asked the device for them, in every layer of every micro-batch."""
     assert (found["isolated"]["per_micro_batch"]["waits"], found["isolated"]["once"]["waits"]) == (0, 1)

@@ -8,7 +8,8 @@ ends. Nothing of L x L is ever made, only a list of tiles, (B, L / 128, S / 128)
 
 These lists are made by some dozens of small operations: without documents and memory once for given sizes, with
 documents once a batch, in its first layer with this window, and in every call where keys are remembered.
-FlexAttention has no backward on a CPU; there its forward is tested, and the tiles. Unmeasured on a GPU.
+FlexAttention has no backward on a CPU; there its forward is tested, and the tiles.
+Right on an H200 (benchmarks/gpu.md).
 
 Legend as in `attention`; T tiles of queries, U tiles of keys.
 """

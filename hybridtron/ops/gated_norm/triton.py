@@ -1,4 +1,7 @@
-"""The gated norm, whole and in two steps, by Triton kernels of our own (`kernels`). Unmeasured on a GPU."""
+"""The gated norm, whole and in two steps, by Triton kernels of our own (`kernels`).
+
+Right on an H200 (benchmarks/gpu.md).
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ A program takes whole rows, so that no sum over channels leaves it. Backward kee
 fixed number of programs goes through the rows and adds up dw for its own; their sums are then added up in the order of
 the programs, so that the same call gives the same bits again.
 
-Unmeasured on a GPU.
+Right on an H200 (benchmarks/gpu.md).
 
 Legend: R rows (of any leading axes), D channels.
 """

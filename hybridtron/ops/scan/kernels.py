@@ -12,7 +12,7 @@ of that, but with one warp for 128 channels it takes some 135,000 channels in al
 micro-batch of 8 rows of Samba 1.3B has 37,000. So the chunks are always used; `forward` is where that is decided.
 
 A thread owns 4 channels with all of their N states in registers: sums over N and softplus need no other thread.
-Not here: the backward pass (its own file), float64. Unmeasured on a GPU.
+Not here: the backward pass (its own file), float64. Right on an H200 (benchmarks/gpu.md).
 
 Legend: B rows, L tokens, E inner channels, N states per channel (padded to a power of 2), K chunks.
 Within the kernels a tile of states is (N, E): long vectors of channels lie side by side in memory.

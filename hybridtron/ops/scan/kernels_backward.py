@@ -14,7 +14,7 @@ states do, last tile first. Then each tile goes through one kernel with both, on
 Everything that is summed over rows, tokens or channels of several programs is written as partial sums, which torch adds
 up in a fixed order: no atomic addition, the same bits every time. Nothing has a value for every token, channel and n.
 
-Nothing that is not finite crosses the border of a document. Unmeasured on a GPU.
+Nothing that is not finite crosses the border of a document. Right on an H200 (benchmarks/gpu.md).
 
 A thread of the last kernel has one channel of a tile's tokens, in tuples with a value for each. In a tensor of tokens
 and channels, the compiler would share the tokens out to the warps of a program, and each sum over time would go through

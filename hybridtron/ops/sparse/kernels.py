@@ -4,7 +4,7 @@ What decides who sees whom is made once for both passes: orders of keys and quer
 token. Nothing of it waits for the device, and no part's tiles depend on what tensors hold. Backward keeps the inputs,
 the outputs and log-sum-exps. A product's factors are rounded to the type of q, k and v where that is bf16, summed in
 fp32; fp16 goes through tf32, which holds it exactly; fp32 stays fp32. The same call gives the same bits again.
-Unmeasured on a GPU.
+Right on an H200 (benchmarks/gpu.md).
 
 Legend: as in `kernels_forward`.
 """

@@ -1,6 +1,7 @@
 """Sparse attention by Triton kernels of our own (`kernels`): one or two rules, documents, what is remembered.
 
-Compared with the reference in Triton's interpreter, and compiled for sm_90; unmeasured on a GPU.
+Compared with the reference in Triton's interpreter, and compiled for sm_90; right on an H200
+(benchmarks/gpu.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The launches of the Triton kernels of SSD (`kernels_forward`, `kernels_backward`).
 
 Backward keeps the inputs alone and computes decays and states between chunks again: kept, they would be twice as large
-as x. The same call gives the same bits again. Unmeasured on a GPU.
+as x. The same call gives the same bits again. Right on an H200 (benchmarks/gpu.md).
 
 Legend: B rows, L tokens, H heads, P head size, G groups, N state size; K parts of a chunk, S splits of a group's heads.
 """

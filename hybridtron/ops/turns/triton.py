@@ -1,6 +1,7 @@
 """Angles, and keys and queries turned by them, by Triton kernels of our own (`kernels_angles`, `kernels`).
 
-Compared with the references in Triton's interpreter, and compiled for sm_90; unmeasured on a GPU.
+Compared with the references in Triton's interpreter, and compiled for sm_90; right on an H200
+(benchmarks/gpu.md).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ EXPLODES = 1.2  # times the perplexity at the training length
 LEVEL = 1.01  # times another perplexity, that counts as no higher
 FOUND = 0.9  # of the keys at the tuned length
 CONVOLVED = ("samba", "sliding-gla", "sliding-gla-sc", "sliding-retnet", "sliding-retnet-sc")  # or not
-HYBRIDS = ("samba", "mamba-swa-mlp", "samba-three")
+HYBRIDS = ("samba", "mamba-swa-mlp", "samba-three", "samba-order")
 REACH = 2048  # tokens, four times the rows of tuning
 Judge = Callable[[Kept], Verdict]
 
@@ -81,15 +81,16 @@ def why_other_order(kept: Kept) -> str:
 
 
 def why_other_hybrid(kept: Kept) -> str:
-    """By Samba with the mixers of Mamba-SWA-MLP: as many of each, and as many parameters of MLPs, in Samba's order."""
-    samba, other, three = (statistics.mean(losses(kept, "samba", name)) for name in HYBRIDS)
+    """By Samba with as many mixers as Mamba-SWA-MLP, and as many parameters of MLPs; and by these in its order."""
+    samba, other, three, order = (statistics.mean(losses(kept, "samba", name)) for name in HYBRIDS)
     by_seed = {name: ", ".join(f"{one:.3f}" for one in losses(kept, "samba", name)) for name in HYBRIDS}
     return (
         "of 2.4 million parameters Samba has two Mamba layers and two windows, and Mamba-SWA-MLP three of each. Samba "
         f"with three of each, in MLPs of half the size, has a loss of {three:.3f}, where Samba has {samba:.3f} and "
         f"Mamba-SWA-MLP {other:.3f}: {(samba - three) / (samba - other):.0%} of the distance is the number of mixers. "
-        "The rest is the order, by which no MLP stands between a Mamba layer and its window, and MLPs of twice the "
-        "size. "
+        f"The same sub-layers in the order of Mamba-SWA-MLP, a window right behind its Mamba layer, have {order:.3f}: "
+        f"{(three - order) / (samba - other):.0%} is the order. The rest, {(order - other) / (samba - other):.0%}, is "
+        "one MLP in place of two of half its size. "
         f"Losses by seed: Samba {by_seed['samba']}; Mamba-SWA-MLP {by_seed['mamba-swa-mlp']}"
     )
 

@@ -81,7 +81,7 @@ def test_what_claims_need_are_runs_of_the_studies(tmp_path: Path) -> None:
 
 def test_models_are_of_equal_size(tmp_path: Path) -> None:
     runs = samba_part("samba", SAMBA, tmp_path, tmp_path).sweep.runs
-    assert len(runs) == 9 + 2 * 5
+    assert len(runs) == 10 + 2 * 5
     for run in runs:
         config = load(list(run.settings))
         assert count(config.model, 256).parameters == pytest.approx(2.38e6, rel=0.015), run.name
@@ -258,10 +258,11 @@ def test_a_further_experiment_says_how_much_of_a_distance_it_explains(tmp_path: 
     )
     assert "of those in the last 2048 of 8192 tokens 0.90 are found, and 0.25 of those further back" in said
     assert "it finds 0.800 ± 0.060 there, of 0.430" in said
-    hybrids = {"samba": 3, "mamba-swa-mlp": 2, "samba-three": 2.25}
+    hybrids = {"samba": 3, "mamba-swa-mlp": 2, "samba-three": 2.25, "samba-order": 2.1}
     samba = {name: [read(*[math.exp(loss)] * 4)] for name, loss in hybrids.items()}
     said = further(BY_NAME["table2-hybrids"], kept(samba=samba))
     assert "a loss of 2.250, where Samba has 3.000 and Mamba-SWA-MLP 2.000: 75% of the distance" in said
+    assert "have 2.100: 15% is the order. The rest, 10%, is one MLP" in said
 
 
 def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

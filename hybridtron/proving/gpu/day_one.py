@@ -25,6 +25,7 @@ from hybridtron.device import visible_gpus
 from hybridtron.shipped import pages
 
 LEARNS = ("recipe=laptop", "precision=bf16", "run.deterministic=true", "run.sample_tokens=0")
+TESTS = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "8")
 HYBRIDTRON = (sys.executable, "-m", "hybridtron")
 NO_PROGRAM = 127  # of a command that can't be started
 Launch = Callable[[Sequence[str], Path, float], int]
@@ -52,14 +53,14 @@ def steps(folder: Path, gpus: int = 1) -> list[DayOneStep]:
     compared = (*HYBRIDTRON, "checkpoint", "diff", str(folder / "whole"), str(folder / "resumed"))
     return [
         DayOneStep("doctor", (*HYBRIDTRON, "doctor"), 60),
-        check("correctness", 240),
-        DayOneStep("tests", (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py"), 150),
+        check("correctness", 180),
+        DayOneStep("tests", (*TESTS, "tests/test_gpu.py", "tests/ops"), 200),
         trained("whole", 90),
         trained("resumed", 60),
         DayOneStep("the same weights", compared, 20),
-        check("every_recipe", 360),
+        check("every_recipe", 310),
         check("kernels", 120),
-        check("fp8", 90),
+        check("fp8", 150),
         DayOneStep("cards", (*HYBRIDTRON, "check", "cards"), 10),
         *([DayOneStep("layouts", (*HYBRIDTRON, "audit", "--cases", "all", "--gpus"), 1800)] if gpus > 1 else []),
     ]

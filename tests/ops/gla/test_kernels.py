@@ -154,7 +154,8 @@ def test_what_is_shipped_fits_an_h100() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(compute_device().type == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize(("keys", "values"), [(64, 128), (128, 32), (32, 128), (128, 16)])
 @pytest.mark.parametrize("lengths", [[300], [100, 28, 172]], ids=["stream", "documents"])
-def test_on_a_gpu(lengths: list[int], dtype: torch.dtype, tolerance: float) -> None:
-    inputs = gla_inputs(2, 300, 4, 64, 128, dtype)._replace(documents_BL=documents_of(*lengths))
+def test_on_a_gpu(lengths: list[int], keys: int, values: int, dtype: torch.dtype, tolerance: float) -> None:
+    inputs = gla_inputs(2, 300, 4, keys, values, dtype)._replace(documents_BL=documents_of(*lengths))
     assert_near_reference(gla_scan, FORM, inputs, tolerance)

@@ -243,7 +243,7 @@ def test_what_is_shipped_fits_an_h100() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(compute_device().type == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
-@pytest.mark.parametrize(("head", "state"), [(64, 128), (MAX_HEAD, MAX_STATE)])
+@pytest.mark.parametrize(("head", "state"), [(64, 128), (32, 128), (16, 128), (MAX_HEAD, MAX_STATE)])
 @pytest.mark.parametrize("lengths", [None, [[300], [100, 28, 172]]], ids=["stream", "documents"])
 def test_on_a_gpu(lengths: list[list[int]] | None, head: int, state: int, dtype: torch.dtype, tolerance: float) -> None:
     inputs = ssd_inputs(2, 300, 4, head, 2, state, dtype)

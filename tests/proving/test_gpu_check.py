@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.base import ModelSizes
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
@@ -50,6 +52,24 @@ def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "sparse_attention",
     }
     assert not any(goal.reached for goal in report.goals)
+
+
+def test_a_part_that_fails_is_infinitely_far_off(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> list[gpu_correct.Found]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    found = gpu_correct._survived("kda", fails)
+    assert found == [("kda FAILED", dtype, math.inf) for dtype in gpu_correct.TOLERANCES]
+    assert "an illegal memory access" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_processes_side_by_side_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPTIONS", "SPECS"):  # of this process, which decides what the others do
+        monkeypatch.setattr(gpu_correct, name, {"swiglu": getattr(gpu_correct, name)["swiglu"]})
+    alone, beside = (list(gpu_correct._all(ModelSizes(64, 4), 128, several)) for several in (False, True))
+    assert [found[:2] for found in alone] == [found[:2] for found in beside]
+    assert max(error for *_, error in beside) < gpu_correct.TOLERANCES[torch.bfloat16]
 
 
 @pytest.mark.slow

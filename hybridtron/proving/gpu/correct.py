@@ -99,24 +99,24 @@ Found = tuple[str, torch.dtype, float]
 def _all(sizes: ModelSizes, length: int, side_by_side: bool) -> Iterator[Found]:
     """A process for each kind of mixer, if side by side: one alone compiles kernels for minutes."""
     assert set(OPTIONS) == set(SPECS), "a new mixer stands in OPTIONS too"
-    parts = [partial(_of_mixers, kind, sizes, length) for kind in OPTIONS] + [partial(_of_the_rest, sizes, length)]
+    parts = {kind: partial(_of_mixers, kind, sizes, length) for kind in OPTIONS}
+    parts["the rest"] = partial(_of_the_rest, sizes, length)
     if not side_by_side:
-        yield from chain.from_iterable(part() for part in parts)
+        yield from chain.from_iterable(part() for part in parts.values())
         return
     processes = max(1, min(len(parts), (os.cpu_count() or 1) // 2))
     with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for waiting in [pool.submit(_survived, part) for part in parts]:
+        for waiting in [pool.submit(_survived, name, part) for name, part in parts.items()]:
             yield from waiting.result()
 
 
-def _survived(part: Callable[[], list[Found]]) -> list[Found]:
+def _survived(name: str, part: Callable[[], list[Found]]) -> list[Found]:
     """Of a part that fails an infinite error: the others are still worth knowing."""
     torch.set_num_threads(1)
     try:
         return part()
     except Exception:
         traceback.print_exc()
-        name = part.args[0] if isinstance(part, partial) and isinstance(part.args[0], str) else "the rest"
         return [(f"{name} FAILED", dtype, math.inf) for dtype in TOLERANCES]
 
 

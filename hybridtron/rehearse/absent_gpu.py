@@ -143,7 +143,7 @@ class ValuesOfNobody(TorchFunctionMode):
             args[0].constant = None  # the mode knows the value of one number, and would copy it there
         if func is torch.Tensor.pin_memory:
             return args[0]
-        if func is functional.scaled_dot_product_attention and args[0].is_cuda:
+        if func is functional.scaled_dot_product_attention and args[0].is_cuda and kwargs.get("is_causal"):
             return _attended(*args[:3])
         if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].is_cuda:
             return TYPE_NAMES[args[0].dtype]

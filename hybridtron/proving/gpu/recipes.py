@@ -74,7 +74,7 @@ def fitting(name: str, quick: bool) -> list[str]:
 
 def taken(settings: list[str]) -> dict[str, Any]:
     """Steps of one recipe; keys as the cards know them."""
-    recipe, *others = settings[0].removeprefix("recipe="), *settings[1:]
+    recipe, others = settings[0].removeprefix("recipe="), settings[1:]
     config = checked(settings)
     forget_peak_memory()
     report = BenchReport("steps", repetitions=STEPS)

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from hybridtron.ops.loss import chunked
 from hybridtron.ops.softmax import SoftmaxSums, SoftmaxSumsInputs
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.pool import Seat
+from hybridtron.parallel.rendezvous import Rendezvous
 from tests.distributed import run_distributed
 
 
@@ -146,41 +146,36 @@ def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
         schedule._loss_of = original
 
 
-def train_rank(seat: Seat, port: int, arguments: list[str], fault: str | None, at: str, rank: int, step: int) -> int:
+def train_rank(
+    seat: Seat, place: dict[str, str], arguments: list[str], fault: str | None, at: str, rank: int, step: int
+) -> int:
     """train.py's main as one rank that a launcher has started; the fault comes to one rank, in its step or loader,
     or in the worker process that its loader reads with.
 
     Or to the loss of two steps, which is then off by the number that the fault is.
     """
-    place = {"RANK": seat.rank, "WORLD_SIZE": seat.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(place, RANK=str(seat.rank), WORLD_SIZE=str(seat.world_size))
     multiprocessing.current_process()._config["daemon"] = False  # unlike a process of the pool, a rank has children
-    try:
-        if fault is None or seat.rank != rank:
+    if fault is None or seat.rank != rank:
+        return train.main(arguments)
+    if at == "loss":
+        with spoiled(float(fault), range(step, step + 2)):
             return train.main(arguments)
-        if at == "loss":
-            with spoiled(float(fault), range(step, step + 2)):
-                return train.main(arguments)
-        if at == "worker":
-            run = next(one.removeprefix("run.dir=") for one in arguments if one.startswith("run.dir="))
-            with happening_to_a_worker(fault, step, Path(run) / "logs" / "worker.txt"):
-                return train.main(arguments)
-        owner, method = {"step": (Engine, "forward_backward"), "loader": (_Rows, "__getitem__")}[at]
-        with happening(fault, owner, method, step):
+    if at == "worker":
+        run = next(one.removeprefix("run.dir=") for one in arguments if one.startswith("run.dir="))
+        with happening_to_a_worker(fault, step, Path(run) / "logs" / "worker.txt"):
             return train.main(arguments)
-    finally:
-        for name in place:
-            del os.environ[name]
+    owner, method = {"step": (Engine, "forward_backward"), "loader": (_Rows, "__getitem__")}[at]
+    with happening(fault, owner, method, step):
+        return train.main(arguments)
 
 
 def train_ranks(
     arguments: list[str], fault: str | None = None, at: str = "step", rank: int = 1, step: int = 8
 ) -> list[int]:
     """Exit codes of two ranks; raises WorkerError if one of them raises or dies."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return run_distributed(train_rank, 2, port, arguments, fault, at, rank, step, timeout_s=200)
+    meeting = Rendezvous()
+    return run_distributed(train_rank, 2, meeting.variables, arguments, fault, at, rank, step, timeout_s=200)
 
 
 def outcome_of(run: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hybridtron.checkpoint.folder import all_of, folder_of
 from hybridtron.cli import train
 from hybridtron.parallel import mcore
 from hybridtron.parallel.pool import Seat
+from hybridtron.parallel.rendezvous import Rendezvous
 from tests.distributed import run_distributed
 from tests.train.conftest import small_run_arguments
 from tests.train.faults import trained
@@ -32,7 +32,7 @@ LAYOUTS = {
 }
 
 
-def runs_of(seat: Seat, ports: list[int], data: Path, folder: Path, settings: tuple[str, ...]) -> None:
+def runs_of(seat: Seat, places: list[dict[str, str]], data: Path, folder: Path, settings: tuple[str, ...]) -> None:
     """Three runs as one rank: one that saves with and without an evaluation before, and two that start from the latter.
 
     One of these resumes it, one takes its weights twice.
@@ -49,20 +49,10 @@ def runs_of(seat: Seat, ports: list[int], data: Path, folder: Path, settings: tu
     }
     # many buckets, as a large model has, so that one is gathered while another is used
     mcore.DistributedDataParallelConfig = partial(mcore.DistributedDataParallelConfig, bucket_size=1000)
-    for port, (name, arguments) in zip(ports, runs.items(), strict=True):
-        place = {"RANK": seat.rank, "WORLD_SIZE": seat.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({key: str(value) for key, value in place.items()})
+    os.environ.update(RANK=str(seat.rank), WORLD_SIZE=str(seat.world_size))
+    for place, (name, arguments) in zip(places, runs.items(), strict=True):
+        os.environ.update(place)
         assert train.main([*small_run_arguments(data, folder / name), *shared, *settings, *arguments]) == 0
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def tensors(run: Path) -> dict[tuple[str, str], Tensor]:
@@ -81,7 +71,8 @@ def test_overlap_changes_no_bit_of_what_a_run_leaves(layout: str, counting_folde
     plain, overlapped = tmp_path / "plain", tmp_path / "overlapped"
     for folder, overlap in ((plain, IN_TURN), (overlapped, ())):
         given = counting_folder, folder, (*settings, *overlap)
-        run_distributed(runs_of, world_size, free_ports(3), *given, timeout_s=500)
+        meetings = [Rendezvous() for _ in range(3)]
+        run_distributed(runs_of, world_size, [one.variables for one in meetings], *given, timeout_s=500)
     for name, checkpoints in (("whole", 3), ("resumed", 1), ("post_trained", 2)):
         ours, theirs = tensors(overlapped / name), tensors(plain / name)
         assert len({step for step, _ in ours}) == checkpoints

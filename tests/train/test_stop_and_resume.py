@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from hybridtron.cli import train
 from hybridtron.data.batch import Batch
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
+from hybridtron.parallel.rendezvous import Rendezvous
 from tests.distributed import run_distributed
 from tests.train.conftest import small_run_arguments
 
@@ -44,10 +44,9 @@ Read = list[list[str]]
 """The rows that were trained on, digested, by step."""
 
 
-def rank_of_run(seat: Seat, port: int, arguments: list[str], stop_at: int | None) -> tuple[int, Read]:
+def rank_of_run(seat: Seat, place: dict[str, str], arguments: list[str], stop_at: int | None) -> tuple[int, Read]:
     """train.py's main as one rank that a launcher has started; in the stop_at-th step the last one gets a signal."""
-    place = {"RANK": seat.rank, "WORLD_SIZE": seat.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(place, RANK=str(seat.rank), WORLD_SIZE=str(seat.world_size))
     read: Read = []
     original = Engine.forward_backward
 
@@ -64,10 +63,8 @@ def rank_of_run(seat: Seat, port: int, arguments: list[str], stop_at: int | None
 def run(layout: str, arguments: list[str], stop_at: int | None = None) -> Read:
     """Train; the rows that all ranks together read in each step."""
     ranks, of_layout = LAYOUTS[layout]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    answers = run_distributed(rank_of_run, ranks, port, [*arguments, *of_layout], stop_at, timeout_s=100)
+    meeting = Rendezvous()
+    answers = run_distributed(rank_of_run, ranks, meeting.variables, [*arguments, *of_layout], stop_at, timeout_s=100)
     assert {code for code, _ in answers} == {0 if stop_at is None else 75}
     return [
         sorted({row for rows in of_ranks for row in rows}) for of_ranks in zip(*(r for _, r in answers), strict=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridtron.parallel.rendezvous import Rendezvous
 from hybridtron.shipped import PACKAGE
 from hybridtron.train.records import read_record
 
@@ -110,10 +110,8 @@ class ProcessStart:
     def __init__(self, run: Run) -> None:
         self.run, self.began = run, time.monotonic()
         self.before = run.lines()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = {"WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self.meeting = Rendezvous()
+        shared = {"WORLD_SIZE": PROCESSES, **self.meeting.variables}
         own = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(PROCESSES)]
         self.ranks = [
             run.start(f"rank-{rank}.log", TRAIN, variables, own_group=True) for rank, variables in enumerate(own)

@@ -53,7 +53,7 @@ class OnGpu:
     smaller: settings that make the sweep's runs shorter than the paper's, and no shorter than the claim needs
     column: how a run is read for the page's third column; `every` reads all checkpoints that it has kept
     reads: where there is no column, what `hybridtron evaluate RUN` is asked
-    hours: of each run by its rehearsal, where launches bind it, which the planner does not know
+    hours: of each run as its rehearsal expects, where that is not among those of benchmarks/rehearse.jsonl
     """
 
     sweep: str

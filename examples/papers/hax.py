@@ -49,7 +49,7 @@ GROWN = OnGpu("hax/chat", ("none-chat", "HAX-chat"), column=RULER)
 def cells(*models: str) -> OnGpu:
     """Of the 153 runs of the table those of two models, at one rate and from one seed."""
     only = tuple(f"{model}-lr=1e-3-seed=1" for model in models)
-    return OnGpu("hax/joint_recall", only, column=RECALLED, hours=0.67)
+    return OnGpu("hax/joint_recall", only, column=RECALLED, hours=3.2)
 
 
 NEAR_CHANCE = 1.2

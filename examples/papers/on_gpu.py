@@ -1,6 +1,6 @@
-"""What shows a claim on one H100: its runs, their hours by the planner's model, and the page's third column.
+"""What shows a claim on one H100: its runs, their expected hours, and the page's third column.
 
-Nothing here has been measured on a GPU.
+Hours are a model, corrected by what steps of six recipes took on an H200; no run of these was made on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from examples.papers.claim import Claim, OnGpu, Table
 from examples.papers.material import MATERIAL
 from examples.results import ROOT, commit
 from hybridtron.config.schema import Config
+from hybridtron.planning.rates import BESIDE_S, LAUNCH_S
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.sweep.grid import SweepRun, narrowed, read, with_starts
 from hybridtron.train.records import read_lines, read_record
@@ -24,6 +25,7 @@ RUNS = {False: "runs/gpu", True: "runs/full"}
 """Where sweeps stand: smaller than the paper's, and of its size."""
 SWEEPS = ROOT / "examples/sweep"
 WEIGHTS = "run.weights="
+MICRO_BATCH = "phases.0.micro_batch="
 
 
 def runs_of(on_gpu: OnGpu, full: bool = False) -> list[SweepRun]:
@@ -90,14 +92,14 @@ def _stood_in(setting: str, folder: Path) -> str:
 def hours(on_gpu: OnGpu) -> dict[str, float]:
     """By run, on one H100."""
     runs = runs_of(on_gpu)
-    return {run.name: on_gpu.hours or modelled(chain_of(run, runs)) for run in runs}
+    return {run.name: on_gpu.hours or expected(chain_of(run, runs)) for run in runs}
 
 
 @cache
-def modelled(chain: Chain) -> float:
-    """Of a run: by the planner's model of its fastest layout, or by the rehearsal's, which is of an H200.
+def expected(chain: Chain) -> float:
+    """Of a run: by the planner's model of its fastest layout, or as a rehearsal on an H200 expects.
 
-    The longer one counts: the planner knows no launches, the rehearsal more memory traffic than an H100 has time for.
+    The longer one counts: the planner knows no launches, an H200 has more bandwidth than an H100.
     """
     from hybridtron.config.resolve import resolve
     from hybridtron.planning.fit import fit
@@ -109,15 +111,28 @@ def modelled(chain: Chain) -> float:
     if not layouts:
         raise Unusable(f"{' '.join(chain[-1])} fits into no layout of one H100")
     recipe = next(text.removeprefix("recipe=") for text in chain[-1] if text.startswith("recipe="))
-    rehearsal = phase.end_step * phase.settings.tokens_per_step / rehearsed(recipe)
+    rate, launches = rehearsed(recipe)
+    launches *= recipes_micro_batch(chain) / phase.settings.micro_batch
+    rehearsal = phase.end_step * phase.settings.tokens_per_step * (1 / rate + BESIDE_S * launches)
     return max(layouts[0].seconds * phase.end_step, rehearsal) / 3600
 
 
-def rehearsed(recipe: str) -> float:
-    """Tokens a second of one of eight data-parallel GPUs; without end where it was not rehearsed so."""
+def rehearsed(recipe: str) -> tuple[float, float]:
+    """Tokens a second of one of eight data-parallel GPUs, without end where it was not rehearsed; launches a token."""
     lines = read_lines(ROOT / "benchmarks/rehearse.jsonl")
-    of_recipe = (line for line in lines if (line["recipe"], line["layout"]) == (recipe, "DP8"))
-    return min((line["tokens_per_second"] for line in of_recipe if "tokens_per_second" in line), default=math.inf)
+    of_recipe = [line for line in lines if (line["recipe"], line["layout"]) == (recipe, "DP8")]
+    ran = [line for line in of_recipe if "tokens_per_second" in line]
+    if not ran:
+        return math.inf, 0.0
+    slowest = min(ran, key=lambda line: line["tokens_per_second"])
+    return slowest["tokens_per_second"], slowest["launch_share"] / LAUNCH_S / slowest["tokens_per_second"]
+
+
+def recipes_micro_batch(chain: Chain) -> int:
+    """What the rehearsed recipe has, of which the last run may have more."""
+    *before, last = chain
+    own = tuple(text for text in last if not text.startswith(MICRO_BATCH))
+    return config_of((*before, own)).phases[0].micro_batch
 
 
 def path_of(folder: Path, claim: Claim) -> Path:

@@ -84,7 +84,7 @@ def further(claim: Claim, kept: Kept) -> str:
     return f"waits for {', '.join(missing)}" if missing else claim.reason(kept)
 
 
-MEASURED = "[measured steps](../gpu.md) took 1.1 to 1.8 times as long"
+MODEL = "[a model, corrected by steps on an H200](../gpu.md)"
 
 
 def on_gpu(paper: Paper, claim: Claim) -> Iterator[str]:
@@ -97,7 +97,7 @@ def on_gpu(paper: Paper, claim: Claim) -> Iterator[str]:
         return
     found = list(hours(claim.on_gpu).values())
     several = f", {len(found)} runs, the longest {_time(max(found))}" if len(found) > 1 else ""
-    yield from ("", f"On one H100, {_time(sum(found))} by the model{several} ({MEASURED}):", "")
+    yield from ("", f"On one H100, {_time(sum(found))} expected{several} ({MODEL}):", "")
     yield from (
         "```sh",
         command,

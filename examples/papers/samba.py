@@ -13,6 +13,7 @@ from examples.passkey.samples import LONGER
 MAIN = ("samba", "mamba-swa-mlp", "mamba", "mamba-mlp", "llama", "llama-swa", "sliding-gla", "sliding-retnet")
 FOUR = ("samba", "mamba", "llama-swa", "llama")
 SIX = ("llama", "llama-swa", "mamba", "sliding-gla", "sliding-retnet", "samba")
+FIVE = SIX[1:]  # what a day of a GPU is enough for: Llama is trained for the claims of four
 LENGTHS = tuple(CONTEXT * multiple for multiple in (1, 2, 4))
 LONG_ROWS = (4096, 8192, 16384)
 SWEEP, SHORT = "samba/slimpajama", ("phases.0.tokens=2B",)
@@ -82,7 +83,7 @@ CLAIMS = (
         ),
         reason=views.why_other_order,
         further={"tables": views.CONVOLVED},
-        on_gpu=pajama(*SIX),
+        on_gpu=pajama(*FIVE),
     ),
     Claim(
         "table3-headline",

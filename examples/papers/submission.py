@@ -94,8 +94,8 @@ def _about(claims: Sequence[Claim], queued: Sequence[Queued], full: bool) -> Ite
     for claim in claims:
         if claim.on_gpu is not None:
             spent |= {(claim.on_gpu.sweep, name): took for name, took in hours(claim.on_gpu).items()}
-    together = f"{sum(spent.values()):.1f} hours together by a model"
-    yield f"# {count} runs of one H100 each, {together}; measured steps took 1.1 to 1.8 times as long"
+    together = f"{sum(spent.values()):.1f} hours together expected"
+    yield f"# {count} runs of one H100 each, {together}: a model, corrected by steps on an H200"
     yield "# Written by python -m examples.papers --submit"
 
 

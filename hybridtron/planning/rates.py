@@ -1,8 +1,8 @@
 """What GPUs of a kind can do, and which share of it real kernels reach: the one place of these numbers.
 
 Peaks are from the vendor's data sheets (dense, without sparsity). What kernels reach is taken from published
-measurements and rounded; none was measured with this package, so every time made from them is a model's. A number
-changes only with a source for the new one.
+measurements and rounded; but for BESIDE_S none was measured with this package, so every time made from them is a
+model's. A number changes only with a source for the new one.
 
     products        600 of 989 TFLOP/s: bf16 products of a training step's shapes in cuBLAS on an H100 SXM (550 to 700
                     in public tables of training frameworks, by shape)
@@ -17,6 +17,9 @@ changes only with a source for the new one.
     LAUNCH_S        what the host needs for one operation of torch, with autograd; kernels run meanwhile. The low end of
                     published ones: 5 to 25 us from Python's call to the GPU's queue (jiahuanglin.xyz, "From PyTorch op
                     to kernel launch"), 4 to 6 us measured for a launch in C++ (xiaguan/cuda-kernel-launch-lab)
+    BESIDE_S        what steps on an H200 took beside the rehearsal's model for each launch: 17 to 36 us in six
+                    recipes. With 29 the model is within 8% of all of them (benchmarks/gpu.md). Whether the host needs
+                    it or the device is not known
     LAUNCHES        of both passes of a sub-layer, roughly: the rehearsal counts 22 for plain attention and MLPs, 50 for
                     delta rules, 75 for Mamba and 95 for Mamba-2
     HEAD_ROOM       a guess: context, NCCL's buffers and workspaces take 2 to 4 GB of 80, fragmentation the rest
@@ -83,5 +86,6 @@ UNSEEN = (
     "CUDA's context and libraries (0.5 to 1 GB), NCCL's buffers, cuBLAS's workspaces, fragmentation of the allocator"
 )
 LAUNCH_S = 6e-6
+BESIDE_S = 29e-6
 LAUNCHES = 50
 WAIT_S = 25e-6

@@ -72,6 +72,11 @@ class Rehearsed:
         return self.tokens / self.time.seconds / self.world
 
     @property
+    def expected_tokens_per_second(self) -> float:
+        """The same with what each launch took beside the model where that was measured."""
+        return self.tokens / self.time.expected_seconds / self.world
+
+    @property
     def mfu(self) -> float:
         """Share of the GPU's dense bf16 peak that the model's FLOPs take, by the count of `planning/count`."""
         flops = count(self.phase.model, self.phase.settings.seq_len).flops_per_token

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hybridtron.planning.rates import UNSEEN
+from hybridtron.planning.rates import BESIDE_S, UNSEEN
 from hybridtron.rehearse.rehearsal import Rehearsed
 from hybridtron.rehearse.step_time import PartTime, Work
 
@@ -50,6 +50,7 @@ def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
         ],
         "model": {
             "step_seconds": time.seconds, "tokens_per_second": rehearsed.tokens_per_second, "mfu": rehearsed.mfu,
+            "launches": whole.launches, "expected_tokens_per_second": rehearsed.expected_tokens_per_second,
             "exposed_seconds": whole.exposed, "launch_seconds": time.micro_batch.host,
             "device_seconds": time.micro_batch.device,
         },
@@ -128,6 +129,11 @@ def print_tables(found: Sequence[Rehearsed]) -> None:
     console.print(
         f"Model, not measured: {slowest.time.seconds:.3f} s a step, {slowest.tokens_per_second:,.0f} tokens/s a GPU, "
         f"MFU {slowest.mfu:.1%} on {slowest.world} x {slowest.gpu.name}",
+        highlight=False,
+    )
+    console.print(
+        f"With the {1e6 * BESIDE_S:.0f} us that a launch took beside the model on an H200 (benchmarks/gpu.md): "
+        f"{slowest.time.expected_seconds:.3f} s a step, {slowest.expected_tokens_per_second:,.0f} tokens/s a GPU",
         highlight=False,
     )
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from hybridtron.planning.rates import GPU, LAUNCH_S, WAIT_S
+from hybridtron.planning.rates import BESIDE_S, GPU, LAUNCH_S, WAIT_S
 from hybridtron.rehearse.census import FROM_HOST, TO_HOST, Operation, Sent
 from hybridtron.rehearse.kernel_time import KernelTime
 from hybridtron.rehearse.step import CountedPart, RankStep
@@ -60,9 +60,14 @@ class PartTime:
         return sum(cost.seconds for cost in self.costs.values())
 
     @property
+    def launches(self) -> float:
+        """Of the host: one for each operation."""
+        return sum(cost.launches for cost in self.costs.values())
+
+    @property
     def host(self) -> float:
-        """Seconds in which the host launches that."""
-        return LAUNCH_S * sum(cost.launches for cost in self.costs.values())
+        """Seconds in which it launches them."""
+        return LAUNCH_S * self.launches
 
     @property
     def seconds(self) -> float:
@@ -96,6 +101,12 @@ class StepTime:
     def seconds(self) -> float:
         """Of the step."""
         return self.once.seconds + (self.micro_batches + self.waiting) * self.micro_batch.seconds
+
+    @property
+    def expected_seconds(self) -> float:
+        """Of the step, with what each launch took beside the model where that was measured."""
+        launches = self.once.launches + (self.micro_batches + self.waiting) * self.micro_batch.launches
+        return self.seconds + BESIDE_S * launches
 
     @property
     def whole(self) -> PartTime:

@@ -22,7 +22,7 @@ from examples.papers.length_runs import BASES, LONGER
 from examples.papers.length_runs import STUDY as LENGTH
 from examples.papers.length_runs import part_of as length_part
 from examples.papers.length_views import FORCED, rises
-from examples.papers.page import MEASURED, further, page
+from examples.papers.page import MODEL, further, page
 from examples.papers.samba_runs import STUDY as SAMBA
 from examples.papers.samba_runs import part_of as samba_part
 from examples.papers.studies import SPEED_MINUTES, STUDIES, Where, all_kept
@@ -215,7 +215,7 @@ def test_pages_are_written_from_kept_results_alone(tmp_path: Path) -> None:
     assert verdicts["figure5-window-mamba2"] == "**does not agree**"
     assert "a further experiment: beside Mamba-2: queries and keys need a projection of their own" in text
     assert "| mamba | 47.0 ± 5.4 | 31.3 | 34.7 ± 2.4 |" in text
-    assert f"On one H100, 1.3 hours by the model, 2 runs, the longest 40 minutes ({MEASURED}):" in text
+    assert f"On one H100, 6.4 hours expected, 2 runs, the longest 3.2 hours ({MODEL}):" in text
     assert not (tmp_path / "runs").exists()
     overview = (tmp_path / "overview.html").read_text()
     assert overview.count("<h2>") == 4

@@ -18,7 +18,7 @@ from examples.papers import columns, speed, submission
 from examples.papers.__main__ import PAPERS, main
 from examples.papers.columns import by_position, in_rows, tasks
 from examples.papers.material import MATERIAL, needed
-from examples.papers.on_gpu import SWEEPS, chain_of, config_of, fill, hours, modelled, runs_of, saved
+from examples.papers.on_gpu import SWEEPS, chain_of, config_of, expected, fill, hours, runs_of, saved
 from examples.papers.submission import by_sweep, script
 from examples.results import ROOT
 from hybridtron.cli import main as cli
@@ -82,8 +82,8 @@ def test_no_claim_wants_more_than_a_day_of_one_gpu(name: str) -> None:
 def test_hours_are_a_model_that_grows_with_the_tokens() -> None:
     (run,) = runs_of(BY_NAME["figure1-falls"].on_gpu)  # type: ignore[arg-type]
     longer = (*run.settings, "phases.0.tokens=4B")
-    assert 2 < modelled((run.settings,)) < 6
-    assert modelled((longer,)) == pytest.approx(2 * modelled((run.settings,)), rel=0.01)
+    assert 2 < expected((run.settings,)) < 6
+    assert expected((longer,)) == pytest.approx(2 * expected((run.settings,)), rel=0.01)
 
 
 def test_claims_of_a_sweep_train_it_in_the_same_way() -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridtron.parallel.rendezvous import Rendezvous
 from hybridtron.shipped import PACKAGE
 from hybridtron.train.records import read_record
 
@@ -108,6 +107,8 @@ class ProcessStart:
     """The processes of one start, with the variables that torchrun sets."""
 
     def __init__(self, run: Run) -> None:
+        from hybridtron.parallel.rendezvous import Rendezvous  # imports torch, which --help does without
+
         self.run, self.began = run, time.monotonic()
         self.before = run.lines()
         self.meeting = Rendezvous()

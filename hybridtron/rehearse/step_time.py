@@ -1,4 +1,5 @@
-"""How long a step takes: a model, made of what was counted and of the rates in `rates`; nothing is measured.
+"""How long a step takes: a model, made of what was counted and of the rates in `rates`, of which one was
+measured: what launches took besides (`expected_seconds`).
 
     a product           its FLOPs or its bytes, whichever takes longer; attention likewise, at its own rate
     a kernel of ours    as `kernel_time` says

@@ -174,8 +174,8 @@ def train_ranks(
     arguments: list[str], fault: str | None = None, at: str = "step", rank: int = 1, step: int = 8
 ) -> list[int]:
     """Exit codes of two ranks; raises WorkerError if one of them raises or dies."""
-    meeting = Rendezvous()
-    return run_distributed(train_rank, 2, meeting.variables, arguments, fault, at, rank, step, timeout_s=200)
+    rendezvous = Rendezvous()
+    return run_distributed(train_rank, 2, rendezvous.variables, arguments, fault, at, rank, step, timeout_s=200)
 
 
 def outcome_of(run: Path) -> dict[str, Any]:

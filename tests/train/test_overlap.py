@@ -71,8 +71,8 @@ def test_overlap_changes_no_bit_of_what_a_run_leaves(layout: str, counting_folde
     plain, overlapped = tmp_path / "plain", tmp_path / "overlapped"
     for folder, overlap in ((plain, IN_TURN), (overlapped, ())):
         given = counting_folder, folder, (*settings, *overlap)
-        meetings = [Rendezvous() for _ in range(3)]
-        run_distributed(runs_of, world_size, [one.variables for one in meetings], *given, timeout_s=500)
+        stores = [Rendezvous() for _ in range(3)]
+        run_distributed(runs_of, world_size, [one.variables for one in stores], *given, timeout_s=500)
     for name, checkpoints in (("whole", 3), ("resumed", 1), ("post_trained", 2)):
         ours, theirs = tensors(overlapped / name), tensors(plain / name)
         assert len({step for step, _ in ours}) == checkpoints

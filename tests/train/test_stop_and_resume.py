@@ -63,8 +63,10 @@ def rank_of_run(seat: Seat, place: dict[str, str], arguments: list[str], stop_at
 def run(layout: str, arguments: list[str], stop_at: int | None = None) -> Read:
     """Train; the rows that all ranks together read in each step."""
     ranks, of_layout = LAYOUTS[layout]
-    meeting = Rendezvous()
-    answers = run_distributed(rank_of_run, ranks, meeting.variables, [*arguments, *of_layout], stop_at, timeout_s=100)
+    rendezvous = Rendezvous()
+    answers = run_distributed(
+        rank_of_run, ranks, rendezvous.variables, [*arguments, *of_layout], stop_at, timeout_s=100
+    )
     assert {code for code, _ in answers} == {0 if stop_at is None else 75}
     return [
         sorted({row for rows in of_ranks for row in rows}) for of_ranks in zip(*(r for _, r in answers), strict=True)

@@ -111,8 +111,8 @@ class ProcessStart:
 
         self.run, self.began = run, time.monotonic()
         self.before = run.lines()
-        self.meeting = Rendezvous()
-        shared = {"WORLD_SIZE": PROCESSES, **self.meeting.variables}
+        self.rendezvous = Rendezvous()  # for as long as its ranks
+        shared = {"WORLD_SIZE": PROCESSES, **self.rendezvous.variables}
         own = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(PROCESSES)]
         self.ranks = [
             run.start(f"rank-{rank}.log", TRAIN, variables, own_group=True) for rank, variables in enumerate(own)

@@ -3,6 +3,11 @@
 Its dense form is ours; its experts are not. Where it reads a text, transformers keeps the size of a step from falling
 below `time_step_min`, which says no more than how a model starts: it does not where it generates, and no model was
 trained so. Exports say a number that keeps nothing, and imports are proven with it.
+
+The types of the layers stand in config.json twice: as a list, which transformers reads, and as published folders have
+them, a text of one letter a layer. Servers and converters read that text; from a list, llama.cpp takes experts alone
+for MLPs. They also take a folder for one of experts where it so much as names `num_experts_per_tok`, which exports
+therefore leave out.
 """
 
 from __future__ import annotations
@@ -63,10 +68,13 @@ class NemotronH(Native):
         mlp = next(spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec))
         attention = attention_of(arch)
         letters = {"mamba2": "M", "attention": "A", "squared_relu": "-"}
+        names = [LAYERS[letters[spec.kind]] for spec in arch.specs]
         heads = mamba.num_heads(arch.sizes)
         return {
             **to_theirs(self.mamba, mamba.exported_options(arch.sizes) | {"heads": heads}),
-            TYPES: [LAYERS[letters[spec.kind]][0] for spec in arch.specs],
+            TYPES: [of_layer[0] for of_layer in names],
+            PATTERN: "".join(of_layer[-1] for of_layer in names),
+            "num_hidden_layers": len(names),
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.groups(),
             "head_dim": attention.head(arch.sizes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hybridtron.config.exportable import SHIPPED, export_class
 from hybridtron.config.native_fits import NATIVE
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.native_nemotron import NemotronH
+from tests.interop.conftest import Stored
 from tests.interop.models import model_config, own_model
 from tests.interop.parity import exported_as_it_was
 
@@ -99,6 +101,44 @@ def test_published_folders_have_other_keys(tmp_path: Path) -> None:
     assert model == NemotronH().model(json.loads(NemotronHConfig(**SIZES).to_json_string(use_diff=False)))
     del settings["head_dim"]
     assert NemotronH().model(settings | {"attention_head_dim": 12}) == model
+
+
+def layers_by_text(config: dict[str, Any]) -> dict[str, list[int]]:
+    """The layers of each kind as vLLM reads a config.json: a letter of the text for each of `num_hidden_layers`."""
+    letters = [config["hybrid_override_pattern"][index] for index in range(config["num_hidden_layers"])]
+    return {kind: [index for index, one in enumerate(letters) if one == kind] for kind in "M*-"}
+
+
+def layers_by_converter(config: dict[str, Any]) -> dict[str, list[int]]:
+    """The same as llama.cpp's converter reads it: the text if there is one; of a list, experts alone are its MLPs."""
+    assert "num_experts_per_tok" not in config  # or it takes the model for one of experts
+    pattern = config.get("hybrid_override_pattern") or config["layers_block_type"]
+    in_list = {"M": ("mamba", "linear_attention"), "*": ("attention", "full_attention"), "-": ("moe",)}
+    names = {kind: (kind,) if isinstance(pattern, str) else types for kind, types in in_list.items()}
+    assert len(pattern) == config["num_hidden_layers"]
+    return {kind: [index for index, one in enumerate(pattern) if one in names[kind]] for kind in "M*-"}
+
+
+def layers_by_list(config: dict[str, Any]) -> dict[str, list[int]]:
+    """The same as transformers has it."""
+    types = NemotronHConfig.from_dict(config).layers_block_type
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    return {kind: [index for index, one in enumerate(types) if one == name] for kind, name in names.items()}
+
+
+@pytest.mark.parametrize("read", [layers_by_text, layers_by_converter, layers_by_list])
+def test_all_that_read_an_exported_folder_see_the_same_layers(
+    read: Callable[[dict[str, Any]], dict[str, list[int]]], stored: Stored, tmp_path: Path
+) -> None:
+    source = stored("nemotron_h")
+    assert (
+        main(["export", "--checkpoint", str(source.folder), "--output", str(tmp_path / "out"), "--verify", "none"]) == 0
+    )
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    letters = dict(zip("MA-", "M*-", strict=True))
+    pattern = [letters[letter] for letter in source.config.model.pattern]
+    assert {"M", "*", "-"} <= set(pattern)
+    assert read(config) == {kind: [index for index, one in enumerate(pattern) if one == kind] for kind in "M*-"}
 
 
 def test_names_of_tensors_as_transformers_has_them_in_memory(tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ def open_regular(path: Path) -> FileIO:
     return file
 
 
+def require_regular(path: Path) -> None:
+    """Raise Unreadable where a path is no regular file, for what another package opens by its name."""
+    _check(path.stat())
+
+
 def read_regular(path: Path, limit: int) -> bytes:
     """All bytes of a regular file. Raises Unreadable where it is anything else, or has more than `limit` bytes."""
     with open_regular(path) as file:

@@ -229,6 +229,32 @@ def test_configuration_needs_no_torch() -> None:
     assert [s.name for s in free if any(module.split(".")[0] == "torch" for module in s.executed_imports)] == []
 
 
+def files_read_elsewhere(source: SourceFile) -> list[int]:
+    """Lines that read a file of somebody else's past regular_files."""
+    calls = [node for node in source.nodes if isinstance(node, ast.Call)]
+    methods = [(call, call.func) for call in calls if isinstance(call.func, ast.Attribute)]
+    found = [call.lineno for call, method in methods if method.attr in ("read_text", "read_bytes")]
+    for call, method in methods:
+        is_class = isinstance(method.value, ast.Name) and method.value.id[0].isupper()  # Checkpoint.open and the like
+        if method.attr == "open" and not is_class:
+            found.append(call.lineno)
+    return found + [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "open"]
+
+
+def test_imported_folders_are_read_through_one_door() -> None:
+    own = ("interop/shipped_code.py", "interop/definitions.py")  # read this package's own sources
+    inside = [source for source in SOURCES if source.room == "interop" and source.name not in own]
+    assert {source.name: lines for source in inside if (lines := files_read_elsewhere(source))} == {}
+
+
+def test_the_rule_of_one_door_catches_each_way_past_it() -> None:
+    ways = ["path.read_text()", "(folder / 'a').read_bytes()", "path.open('rb')", "open(path)"]
+    for way in [*ways, "Checkpoint.open(path)"]:
+        source = SourceFile(Path("x.py"))
+        source.__dict__["nodes"] = list(ast.walk(ast.parse(way)))
+        assert files_read_elsewhere(source) == ([1] if way in ways else [])
+
+
 def test_every_module_says_what_it_is() -> None:
     assert [where(source) for source in EVERYTHING if not ast.get_docstring(source.tree)] == []
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LARGEST = 2**24  # bytes
+from hybridtron.regular_files import Unreadable, read_regular, require_regular
+
+LARGEST, LARGEST_OTHER = 2**24, 2**28  # bytes: of a JSON that is read here, and of one that transformers may read
 MOST_LAYERS, MOST = 10_000, 2**28
 
 
@@ -116,17 +118,27 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return settings
 
 
+def require_files(folder: Path) -> None:
+    """Raise CannotImport for a pipe, a device or an endless JSON in a folder, whose files transformers may read."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() or not path.exists():
+            continue
+        try:
+            require_regular(path)
+        except Unreadable as error:
+            raise CannotImport(f"{path} can't be read: {error}") from error
+        size = path.stat().st_size
+        if path.suffix == ".json" and size > LARGEST_OTHER:
+            raise CannotImport(f"{path} has {size:,} bytes, more than {LARGEST_OTHER:,}")
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object."""
     try:
-        if path.stat().st_size > LARGEST:
-            raise CannotImport(f"{path} is larger than {LARGEST} bytes")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path, LARGEST).decode())
     except RecursionError as error:
         raise CannotImport(f"{path} can't be read: it is nested too deep") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, CannotImport):
-            raise
         raise CannotImport(f"{path} can't be read: {error}") from error
     if not isinstance(found, dict):
         raise CannotImport(f"{path} holds {reprlib.repr(found)}, must hold an object")

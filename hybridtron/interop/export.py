@@ -20,7 +20,7 @@ import torch
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
-from hybridtron.checkpoint.manifest import FILE
+from hybridtron.checkpoint.manifest import FILE, GREATEST
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import RECORD, CannotExport, export_class
 from hybridtron.interop.card import SHARED_PAD, card
@@ -35,6 +35,7 @@ from hybridtron.interop.native_pairs import Llama, Mistral
 from hybridtron.interop.native_zamba2 import Zamba2
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
+from hybridtron.regular_files import read_regular
 from hybridtron.requirements import is_there
 from hybridtron.storage.digest import digest_of
 
@@ -104,7 +105,7 @@ class ExportPlan:
         names = [name for name in ("torch", "transformers", "safetensors") if is_there(name)]
         return {
             "checkpoint": str(self.source.folder.resolve()),
-            "manifest": digest_of((self.source.folder / FILE).read_bytes()),
+            "manifest": digest_of(read_regular(self.source.folder / FILE, GREATEST)),
             "step": self.source.meta.step,
             "target": self.target.name,
             "dtype": dtype,

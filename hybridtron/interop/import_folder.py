@@ -28,10 +28,11 @@ from hybridtron.config.choices import Precision
 from hybridtron.config.choices import Source as DataSource
 from hybridtron.config.load import to_yaml
 from hybridtron.config.schema import Config, DataConfig, PrecisionConfig, RunConfig
+from hybridtron.data.folder import LARGEST_TOKENIZER
 from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.data.prepare.documents import ArgumentError
 from hybridtron.data.prepare.vocabulary import chat_template_of
-from hybridtron.interop.config_json import CannotImport, settings_of
+from hybridtron.interop.config_json import CannotImport, require_files, settings_of
 from hybridtron.interop.export import LONGEST, TARGETS
 from hybridtron.interop.native import ModelFormat
 from hybridtron.interop.original import Original
@@ -39,6 +40,7 @@ from hybridtron.interop.reader import Weights
 from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.tokenizer import CHAT
 from hybridtron.problems import ConfigError
+from hybridtron.regular_files import Unreadable, read_regular
 
 SHOWN = 40  # faults that are listed
 PART_BYTES = 2**26  # of tensors that are in memory at once, twice: one part is written while the next is read
@@ -58,6 +60,7 @@ class ImportFolder:
     def open(cls, folder: Path) -> ImportFolder:
         """Raises CannotImport, saying all that does not fit."""
         settings = settings_of(folder)
+        require_files(folder)
         kind = _kind(folder, settings)
         try:
             model = kind.model(settings)
@@ -123,7 +126,7 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
     """Write a temporary checkpoint, prove it, and only then give it its name; `folder` has the tokenizer."""
     small = {
         "config.yaml": to_yaml(source.config(output.name)).encode(),
-        "tokenizer.json": (folder / "tokenizer.json").read_bytes(),
+        "tokenizer.json": _tokenizer(folder),
     }
     known = {"eos": "eos_token_id", LONGEST: LONGEST}
     data = {ours: str(value) for ours, key in known.items() if isinstance(value := source.settings.get(key), int)}
@@ -133,6 +136,14 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
     with appearing(output) as temporary:
         write_whole(temporary, meta, small, source.tensors())
         prove(Checkpoint.open(temporary))
+
+
+def _tokenizer(folder: Path) -> bytes:
+    path = folder / "tokenizer.json"
+    try:
+        return read_regular(path, LARGEST_TOKENIZER)
+    except Unreadable as error:
+        raise CannotImport(f"{path} can't be read: {error}") from error
 
 
 def _chat_template(folder: Path) -> ChatTemplate | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridtron.checkpoint.files import NAMES, bytes_of
 from hybridtron.interop.config_json import CannotImport, read_object
+from hybridtron.regular_files import open_regular, require_regular
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 
@@ -22,7 +23,7 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 def read_values(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Values of a tensor, read; pages of a mapped file would stay and count as memory."""
     into = torch.empty(shape, dtype=dtype)
-    with file.open("rb", buffering=0) as opened:
+    with open_regular(file) as opened:
         opened.seek(start)
         rest = bytes_of(into)
         while rest and (got := opened.readinto(rest)):
@@ -86,11 +87,12 @@ class Weights:
 
     def _add_safetensors(self, file: Path) -> None:
         try:
+            require_regular(file)
             with safe_open(file, framework="pt"):  # its checks of the head are those that everybody trusts
                 pass
         except (OSError, SafetensorError) as error:
             raise CannotImport(f"{file} can't be read: {error}") from error
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             size = int.from_bytes(opened.read(8), "little")
             head = json.loads(opened.read(size))
         head.pop("__metadata__", None)
@@ -105,6 +107,7 @@ class Weights:
     def _add_pickled(self, file: Path) -> None:
         """Nothing but tensors is unpickled."""
         try:
+            require_regular(file)
             stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # a broken or foreign file can raise anything
             raise CannotImport(f"{file} can't be read: {error}") from error

@@ -7,7 +7,6 @@ layers have there; its configuration is the folder's, but for what says how many
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from dataclasses import replace
@@ -19,12 +18,14 @@ from safetensors.torch import save_file
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture, architecture, parameter_table
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.interop.config_json import LARGEST, read_object
 from hybridtron.interop.native import Native
 from hybridtron.interop.reader import Weights
 from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.verify import NotTheSame, Proof, same_model
 from hybridtron.interop.writer import write_json
 from hybridtron.model.lm import LanguageModel
+from hybridtron.regular_files import read_regular
 
 
 def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof:
@@ -41,7 +42,7 @@ def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof
         save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
         write_json(temporary / "config.json", _settings(folder, whole, model, target))
         for name in target.files():
-            (temporary / name).write_bytes((folder / name).read_bytes())
+            (temporary / name).write_bytes(read_regular(folder / name, LARGEST))
         return same_model(temporary, model, _ours(checkpoint, model, taken))
 
 
@@ -88,7 +89,7 @@ def _of_whole(name: str, taken: list[int]) -> str:
 
 def _settings(folder: Path, whole: ModelConfig, part: ModelConfig, target: Native) -> dict[str, object]:
     """The folder's config.json, with what is otherwise in a model of fewer layers."""
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = read_object(folder / "config.json")
     of_whole, of_part = target.config(whole, 1), target.config(part, 1)
     return found | {key: value for key, value in of_part.items() if of_whole.get(key) != value}
 

@@ -7,7 +7,6 @@ a chunk that reads blocks of the prompt; where logits do not, the layer after wh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.config_json import LARGEST, read_object
 from hybridtron.interop.custom import AUTO_MAP
 from hybridtron.interop.export import NATIVES, TARGETS
 from hybridtron.interop.shipped_code import is_shipped, shipped_code
@@ -32,6 +32,7 @@ from hybridtron.model.generate import generate
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import Beside, Residual, ResidualOut
 from hybridtron.ops.multiplied import multiplied
+from hybridtron.regular_files import read_regular
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE, ENLARGED = 1e-5, 1e-4
@@ -59,7 +60,7 @@ def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
 def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
     """The same for weights that are at hand, as the checkpoint has them: they are rounded to the folder's type."""
     with quiet():
-        settings = json.loads((folder / "config.json").read_text())
+        settings = read_object(folder / "config.json")
         target = next(target for target in TARGETS if target.name in settings["architectures"])
         theirs = loaded(folder, target.proven_with)
         if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
@@ -169,7 +170,7 @@ def brings_our_code(folder: Path) -> bool:
     of the folder's own, and the code of the model that an adapter is for, wherever that is. Of a class that it has by
     itself it runs its own, whatever code a folder brings, and the folder is not trusted.
     """
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = read_object(folder / "config.json")
     auto_map = settings.get("auto_map")
     if auto_map is None or settings["architectures"][0] in {target.name for target in NATIVES}:
         return False
@@ -177,7 +178,7 @@ def brings_our_code(folder: Path) -> bool:
         raise NotTheSame(f"{folder / 'config.json'} names code that is not ours in auto_map: {auto_map}")
     if (folder / "adapter_config.json").exists():
         raise NotTheSame(f"{folder / 'adapter_config.json'} names another model, whose code is not run")
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
+    found = {path.relative_to(folder).as_posix(): read_regular(path, LARGEST) for path in sorted(folder.rglob("*.py"))}
     if not is_shipped(found):
         ours = shipped_code()
         other = [name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name)]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridtron.cli.convert import main
+from tests.cli.test_evaluate import tokenizer
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 80, "num_hidden_layers": 2,
@@ -114,3 +119,73 @@ def test_norms_of_queries_and_keys_are_no_llama(tmp_path: Path, capsys: pytest.C
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     torch.save({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, tmp_path / "pytorch_model.bin")
     assert "q_norm.weight" in refused(tmp_path, capsys)
+
+
+ENDLESS = ["/dev/zero", "pipe"]
+FILES_OF_MODELS = [
+    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+]  # fmt: skip
+FILES_OF_ADAPTERS = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "tokenizer.json"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a model that could be imported but for what is put into it, and an adapter beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "architectures"})
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer().save(str(folder / "model" / "tokenizer.json"))
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    layer = "base_model.model.model.layers.0.self_attn.o_proj.lora"
+    save_file(
+        {f"{layer}_A.weight": torch.ones(2, 32), f"{layer}_B.weight": torch.ones(32, 2)},
+        folder / "adapter" / "adapter_model.safetensors",
+    )
+    return folder
+
+
+def replaced(folder: Path, name: str, target: str) -> None:
+    """A link to what is no file in the place of one."""
+    os.mkfifo(folder / "pipe")
+    (folder / name).unlink(missing_ok=True)
+    if name.endswith(".bin"):
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+    (folder / name).symlink_to(target)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("target", ENDLESS)
+@pytest.mark.parametrize("name", FILES_OF_MODELS)
+def test_pipes_and_devices_in_the_place_of_a_file(
+    name: str, target: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole / "model", tmp_path / "model")
+    replaced(tmp_path / "model", name, target)
+    said = refused(tmp_path / "model", capsys)
+    assert "not a regular file" in said
+    assert str(tmp_path / "model") in said
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("target", ENDLESS)
+@pytest.mark.parametrize("name", FILES_OF_ADAPTERS)
+def test_pipes_and_devices_in_an_adapter(
+    name: str, target: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole / "adapter", tmp_path / "adapter")
+    replaced(tmp_path / "adapter", name, target)
+    command = ["import", "--input", str(tmp_path / "adapter"), "--base", str(whole / "model")]
+    assert main([*command, "--output", str(tmp_path / "back")]) == 2
+    said = capsys.readouterr().err
+    assert "not a regular file" in said
+    assert str(tmp_path / "adapter" / name) in said
+
+
+def test_the_folders_that_pipes_are_put_into_can_be_imported(whole: Path, tmp_path: Path) -> None:
+    command = ["import", "--verify", "none", "--input"]
+    assert main([*command, str(whole / "model"), "--output", str(tmp_path / "model")]) == 0
+    base = ["--base", str(whole / "model"), "--output", str(tmp_path / "adapter")]
+    assert main([*command, str(whole / "adapter"), *base]) == 0

@@ -16,6 +16,7 @@ from hybridtron.cluster import scheduler
 from hybridtron.cluster.job import SlurmJob, commands, directives, software, steps
 from hybridtron.cluster.problems import (
     cluster_problems,
+    device_problems,
     job_problems,
     partition_problems,
     resume_problems,
@@ -90,7 +91,7 @@ def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Con
     """What is wrong with these, and with the data of runs whose configuration is known, before anything is queued."""
     found = [problem for run in sweep.runs for problem in secret_problems(run.settings)]
     for config in configs.values():
-        found += [*mixture_spec.problems(config), *resume_problems(config.run.resume)]
+        found += [*mixture_spec.problems(config), *device_problems(config), *resume_problems(config.run.resume)]
     for array in arrays:
         found += [*cluster_problems(array.job.cluster), *job_problems(array.job)]
     if (silence := scheduler.silence()) is not None:

@@ -11,8 +11,11 @@ from pathlib import Path
 from hybridtron.cluster import scheduler
 from hybridtron.cluster.job import PLAIN, SlurmJob, script, unusable
 from hybridtron.cluster.scheduler import Partition, SlurmError
+from hybridtron.config.choices import Precision
 from hybridtron.config.cluster import ClusterConfig
+from hybridtron.config.resolve import resolve
 from hybridtron.config.saved import SECRET
+from hybridtron.config.schema import Config
 from hybridtron.problems import Problem, did_you_mean
 
 URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@")
@@ -39,6 +42,24 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
         if SECRET.search(name) or _has_password(value):
             cure = "leave it out; sbatch hands on the environment that you submit from"
             yield Problem(f"cluster.environment.{name}", f"looks like a secret, which would be written down: {cure}")
+
+
+def device_problems(config: Config) -> Iterator[Problem]:
+    """A job asks for GPUs where its cluster or its precision is one of GPUs: without any it would run on CPUs."""
+    cluster, key = config.cluster, "cluster.gpus_per_node"
+    if cluster.gpus_per_node:
+        return
+    if cluster.peak_tflops is not None:
+        says = (
+            f"cluster={cluster.name} says what a GPU does (peak_tflops={cluster.peak_tflops:g}), not how many there are"
+        )
+        cure = f"write {key}=8, or as many as a node has; or a cluster that says it; CPUs are cluster=local"
+        yield Problem(key, f"is 0, so that the job would get no GPUs: {says}: {cure}")
+        return
+    phases = [phase.precision for phase in resolve(config)]
+    if phases and not any(one.name is Precision.fp32 or one.emulate for one in phases):
+        cure = f"write {key}=8, or as many as a node has; to train on CPUs write precision=fp32"
+        yield Problem(key, f"is 0, so that the job would get no GPUs, which precision={phases[0].name} is for: {cure}")
 
 
 def resume_problems(resume: str) -> Iterator[Problem]:

@@ -28,7 +28,14 @@ from pathlib import Path
 
 from hybridtron.cluster import scheduler
 from hybridtron.cluster.job import SlurmJob, script
-from hybridtron.cluster.problems import cluster_problems, job_problems, queue_problems, resume_problems, secret_problems
+from hybridtron.cluster.problems import (
+    cluster_problems,
+    device_problems,
+    job_problems,
+    queue_problems,
+    resume_problems,
+    secret_problems,
+)
 from hybridtron.cluster.scheduler import SlurmError
 from hybridtron.cluster.variables import wanted_variables
 from hybridtron.config.check import check, warnings
@@ -43,11 +50,13 @@ from hybridtron.requirements import PROJECT
 from hybridtron.shipped import PACKAGE, shipped
 from hybridtron.train.records import read_record
 
+NOT_WHOLE = "h100 is the peak and the memory of a GPU alone: with it write cluster.gpus_per_node=8 and the partition."
+
 
 def main(arguments: list[str]) -> int:
     """Check, write and submit. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="hybridtron submit", description="Submit a run to SLURM.", epilog=f"clusters: {_clusters()}"
+        prog="hybridtron submit", description="Submit a run to SLURM.", epilog=f"clusters: {_clusters()}. {NOT_WHOLE}"
     )
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them, and nodes=N"
@@ -86,7 +95,8 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     job = job_of(config, kept, nodes)
     found += check(config, nodes * config.cluster.processes)
     found += [] if dry_run else mixture_spec.problems(config)  # a dry run may happen where the data is not
-    found += [*cluster_problems(config.cluster), *resume_problems(config.run.resume), *job_problems(job)]
+    found += [*cluster_problems(config.cluster), *device_problems(config), *resume_problems(config.run.resume)]
+    found += job_problems(job)
     if (silence := scheduler.silence()) is None:
         found += queue_problems(job, nodes, ask_sbatch=not found)
     elif not dry_run:

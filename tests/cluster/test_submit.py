@@ -13,6 +13,7 @@ import pytest
 
 from hybridtron.cli.main import main
 from hybridtron.cluster import scheduler
+from hybridtron.cluster.problems import device_problems
 from hybridtron.cluster.submit import job_of
 from hybridtron.config.load import load, load_saved
 from tests.cluster.conftest import ROOT
@@ -135,6 +136,50 @@ def test_what_is_refused(
     for setting, message in wrong.items():
         assert message in reported, setting
     assert f"{len(wrong)} problem" in reported
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["cluster=h100"],
+            "cluster=h100 says what a GPU does (peak_tflops=989), not how many there are: write cluster.gp",
+        ),
+        (["cluster.peak_tflops=500"], "(peak_tflops=500), not how many there are: write cluster.gpus_per_node=8"),
+        (["precision=bf16"], "which precision=bf16 is for: write cluster.gpus_per_node=8, or as many"),
+        (["phases.0.precision.name=bf16"], "to train on CPUs write precision=fp32"),
+    ],
+)
+def test_a_job_for_gpus_asks_for_some(
+    settings: list[str],
+    said: str,
+    programs: Path,
+    counting_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = [*arguments(counting_folder, tmp_path / "run"), *settings]
+    for more in ([], ["--dry-run"]):
+        reported = refused(capsys, *asked, *more)
+        assert "1 problem in the configuration\n  cluster.gpus_per_node  is 0, so that the job would" in reported
+        assert said in reported
+    assert not (tmp_path / "run").exists()
+    assert main(["submit", *asked, "cluster.gpus_per_node=1", "--dry-run"]) == 0
+    assert "#SBATCH --gpus-per-node=1\n" in capsys.readouterr().out
+
+
+def test_the_recipes_own_cluster_is_no_job_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Recipes for GPUs choose `h100`."""
+    asked = ["recipe=samba_1.3b", f"run.dir={tmp_path}", "--dry-run", "nodes=2"]
+    assert "cluster.gpus_per_node" in refused(capsys, *asked)
+    assert main(["submit", *asked, "cluster=h100_infiniband"]) == 0
+
+
+def test_a_phase_in_bf16_and_emulated_fp8_may_run_on_cpus() -> None:
+    assert list(device_problems(load(["recipe=laptop_phases"]))) == []
+    emulated = ["precision.name=fp8_current", "precision.emulate=true"]
+    assert list(device_problems(load(emulated))) == []
+    assert list(device_problems(load(emulated[:1])))
 
 
 def test_what_sbatch_itself_refuses_is_reported_before_anything_is_written(

@@ -7,8 +7,9 @@
     hybridtron data prepare --input embedded --packages torch sympy --vocab-size 8192 --output data/packages
 
 The formats of inputs are listed by --help. Interrupted, it leaves OUTPUT.partial, and the same command continues from
-there; another number of workers may be given. Exit codes: 0 the folder is there, 1 it could not be prepared, or not
-to its end, 2 wrong arguments.
+there; another number of workers may be given. What failed before a file was finished blocks nothing: the command is
+corrected and starts from scratch. Exit codes: 0 the folder is there, 1 it was interrupted, or a disk or a process
+failed, 2 arguments or inputs are to be corrected.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybridtron.data.folder import TokenFolder
+    from hybridtron.data.prepare.input_files import FoundInputs
 
 EMBEDDED = "embedded"
 EMBEDDED_TAKES = {"input", "output", "vocab_size", "packages", "workers"}
@@ -102,14 +104,14 @@ def main(arguments: list[str]) -> int:
     """Prepare the folder and print what is in it. Returns the exit code."""
     chosen = parse(arguments)
     from hybridtron.data.folder import FolderError
-    from hybridtron.data.prepare.documents import ArgumentError, PrepareError
+    from hybridtron.data.prepare.documents import PrepareError
     from hybridtron.data.workers import WorkerEnded
 
     try:
         folder = prepare_embedded(chosen) if chosen.vocab_size is not None else prepare_inputs(chosen)
     except (FolderError, PrepareError, WorkerEnded, OSError) as error:  # a full disk is one
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, ArgumentError) else 1
+        return 1 if isinstance(error, WorkerEnded | OSError) else 2
     except KeyboardInterrupt:
         kept = (
             ""
@@ -124,16 +126,12 @@ def main(arguments: list[str]) -> int:
 
 def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     """Wrong arguments are reported before anything slow is imported."""
-    from hybridtron.data.prepare.documents import clean_name, listed
+    from hybridtron.data.prepare.documents import clean_name
     from hybridtron.data.prepare.input_files import find
     from hybridtron.data.prepare.vocabulary import open_vocabulary
 
     found = find(chosen.input)
-    if found.left_out:
-        print(f"left out of folders, as no part of a data set: {listed(found.left_out)}", file=sys.stderr)
-    if found.repeated:
-        twice = [f"{name} (it is {first})" for name, first in found.repeated]
-        print(f"skipped, as it is read under another name: {listed(twice)}", file=sys.stderr)
+    report_skipped(found)
     vocabulary = open_vocabulary(chosen.tokenizer, chosen.eos, chosen.separator)
     from hybridtron.data.prepare.parts import FolderSettings
     from hybridtron.data.prepare.run import prepare
@@ -152,6 +150,22 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     workers = 1 if chosen.workers is None else chosen.workers
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker is one thread, also where it is this process
     return prepare(found.inputs, chosen.output, vocabulary, settings, workers, max_bad)
+
+
+def report_skipped(found: FoundInputs) -> None:
+    """Say on stderr which files of folders are not read, why, and what would read them."""
+    from hybridtron.data.prepare.documents import listed
+
+    if found.unknown:
+        count = f"{len(found.unknown)} of no known format (--help lists them)"
+        print(f"left out of folders, {count}: {listed(found.unknown)}", file=sys.stderr)
+    if found.texts:
+        count = f"{len(found.texts)} text files beside data of other formats, whose documentation they may be"
+        cure = "to read them, name them or a pattern of them beside the folder"
+        print(f"left out of folders, {count} ({cure}): {listed(found.texts)}", file=sys.stderr)
+    if found.repeated:
+        twice = [f"{name} (it is {first})" for name, first in found.repeated]
+        print(f"skipped, as it is read under another name: {listed(twice)}", file=sys.stderr)
 
 
 def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:

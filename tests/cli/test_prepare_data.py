@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -48,7 +49,7 @@ def test_a_folder_is_prepared(tokenizer: str, tmp_path: Path, capsys: pytest.Cap
     command += ["--validation", "10%", "--shard-size", "5KB", "--compression", "zstd:5"]
     assert prepare_data.main(command) == 0
     reported = capsys.readouterr()
-    assert "left out of folders, as no part of a data set: " in reported.err
+    assert f"left out of folders, 1 of no known format (--help lists them): {inputs}/notes.csv" in reported.err
     assert "b.jsonl: 1 of 1001 lines are bad and left out\n  line 1001: Expecting value" in reported.err
     rows = [line.split() for line in reported.out.splitlines()]
     splits = TokenFolder.open(output).manifest.splits
@@ -60,7 +61,7 @@ def test_a_folder_is_prepared(tokenizer: str, tmp_path: Path, capsys: pytest.Cap
     ]
     assert "left out: 1 bad entries" in reported.out
     assert prepare_data.main(command) == 0
-    assert prepare_data.main([*command, "--text-key", "body"]) == 1
+    assert prepare_data.main([*command, "--text-key", "body"]) == 2
     assert "was prepared with other arguments" in capsys.readouterr().err
 
 
@@ -112,11 +113,42 @@ def test_wrong_arguments_are_exit_code_2(
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_a_damaged_input_is_exit_code_1(tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_to_be_corrected_is_exit_code_2(
+    tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write_jsonl(tmp_path / "a.jsonl.zst", TEXTS)
     file.write_bytes(file.read_bytes()[:-4])
-    assert prepare_data.main(["--input", str(file), "--output", str(tmp_path / "out"), "--tokenizer", tokenizer]) == 1
+    assert prepare_data.main(["--input", str(file), "--output", str(tmp_path / "out"), "--tokenizer", tokenizer]) == 2
     assert "a.jsonl.zst" in capsys.readouterr().err
+    good = write_jsonl(tmp_path / "b.jsonl", TEXTS)
+    command = ["--tokenizer", tokenizer, "--output", str(tmp_path / "out"), "--text-key"]
+    assert prepare_data.main([*command, "body", "--input", str(good)]) == 2
+    assert "has no key 'body'" in capsys.readouterr().err
+    assert prepare_data.main([*command, "text", "--input", str(good)]) == 0  # the first try stands in nobody's way
+
+
+def test_a_full_disk_is_exit_code_1(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("hybridtron.data.prepare.parts.sync", lambda _: (_ for _ in ()).throw(full))
+    file = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    assert prepare_data.main(["--input", str(file), "--output", str(tmp_path / "out"), "--tokenizer", tokenizer]) == 1
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_text_beside_data_is_reported(tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(tmp_path / "in/a.jsonl", TEXTS)
+    (tmp_path / "in/notes.txt").write_text("A note.")
+    command = ["--tokenizer", tokenizer, "--input", str(tmp_path / "in")]
+    assert prepare_data.main([*command, "--output", str(tmp_path / "some")]) == 0
+    said = capsys.readouterr().err
+    assert "left out of folders, 1 text files beside data of other formats" in said
+    assert "to read them, name them" in said
+    assert prepare_data.main([*command, str(tmp_path / "in/*.txt"), "--output", str(tmp_path / "all")]) == 0
+    assert "left out" not in capsys.readouterr().err
+    counts = [TokenFolder.open(tmp_path / name).manifest.splits["train"]["text"].documents for name in ("some", "all")]
+    assert counts[1] == counts[0] + 1
 
 
 def test_the_embedded_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -140,7 +172,8 @@ def test_ctrl_c_and_kill_leave_what_is_finished(tokenizer: str, tmp_path: Path) 
     inputs, output = tmp_path / "in", tmp_path / "out"
     for number in range(16):
         write_jsonl(inputs / f"{number:02}.jsonl.gz", texts(2_000, f"{number}-"))
-    command = [*COMMAND, "--input", str(inputs), "--tokenizer", tokenizer, "--workers", "2", "--output"]
+    command = [*COMMAND, "--input", str(inputs), "--tokenizer", tokenizer, "--workers", "2", "--shard-size", "8KB"]
+    command += ["--output"]
     records = tmp_path / "out.partial/records"
     finished: list[str] = []
     for sent in (signal.SIGINT, signal.SIGKILL):
@@ -158,6 +191,6 @@ def test_ctrl_c_and_kill_leave_what_is_finished(tokenizer: str, tmp_path: Path) 
     done = subprocess.run([*command, str(output)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"resuming: {len(finished)} of 16 inputs are finished" in done.stderr
-    command[-2] = "1"
+    command[command.index("--workers") + 1] = "1"
     assert subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, check=False).returncode == 0
     assert contents_of(output) == contents_of(tmp_path / "whole")

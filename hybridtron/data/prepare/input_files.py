@@ -1,8 +1,10 @@
 """The files to be prepared: what a name, a pattern or a folder stands for.
 
 A file that is named must be of a known format; in a folder others are left out, and reported. Text files count only in
-a folder that holds nothing else, since a data set's README.md is not a part of it. Nothing is read here but first bytes
-and the indexes of MDS folders.
+a folder that holds nothing else, since a data set's README.md is not a part of it; that they are left out is reported
+too. Nothing is read here but first bytes and the indexes of MDS folders.
+
+Text files make inputs of many files each, by their size, whether a folder or a pattern stands for them.
 
 Links are followed, but no folder and no file is read twice, whatever names lead to it: a link to a folder above it
 would multiply the corpus. Only regular files are read, and of an MDS folder only what lies inside it.
@@ -20,18 +22,21 @@ from hybridtron.data.prepare.documents import ArgumentError, Input, in_runs
 from hybridtron.data.prepare.formats import inputs_of, known_formats
 from hybridtron.data.prepare.input_tokens import MDS_INDEX
 
-TEXT_FILES, TEXT_BYTES = 1000, 2**26  # at most so much of a folder of text files makes one input
+TEXT_FILES, TEXT_BYTES = 1000, 2**26  # text files, or bytes of them, that make one input
 
 
 @dataclass(frozen=True)
 class FoundInputs:
     """The inputs in the order of their parts, and what was skipped in folders.
 
-    That is files of no known format, and second names of files and folders, each with the first one.
+    unknown: files of no known format
+    texts: text files beside data of other formats
+    repeated: second names of files and folders, each with the first one
     """
 
     inputs: tuple[Input, ...]
-    left_out: tuple[Path, ...]
+    unknown: tuple[Path, ...]
+    texts: tuple[Path, ...]
     repeated: tuple[tuple[Path, Path], ...]
 
 
@@ -44,10 +49,16 @@ def find(patterns: Sequence[str]) -> FoundInputs:
                 search.add_folder(path)
             else:
                 search.add_file(path)
-    ordered = sorted(search.inputs, key=lambda one: [str(file) for file in one.files])
-    if not ordered:
+    runs = in_runs(sorted(search.texts, key=str), lambda file: file.stat().st_size, TEXT_BYTES, TEXT_FILES)
+    inputs = [*search.inputs, *(Input("text", tuple(run)) for run in runs)]
+    if not inputs:
         raise ArgumentError(f"no input in {' '.join(map(repr, patterns))}. {known_formats()}")
-    return FoundInputs(tuple(ordered), tuple(search.left_out), tuple(dict.fromkeys(search.repeated)))
+    return FoundInputs(
+        inputs=tuple(sorted(inputs, key=lambda one: [str(file) for file in one.files])),
+        unknown=tuple(dict.fromkeys(search.unknown)),
+        texts=tuple(sorted(search.beside.difference(search.texts))),
+        repeated=tuple(dict.fromkeys(search.repeated)),
+    )
 
 
 class _Seen:
@@ -72,7 +83,9 @@ class _Search:
 
     def __init__(self) -> None:
         self.inputs: list[Input] = []
-        self.left_out: list[Path] = []
+        self.texts: list[Path] = []
+        self.beside: set[Path] = set()  # text files that stand beside data
+        self.unknown: list[Path] = []
         self.repeated: list[tuple[Path, Path]] = []
         self._files = _Seen(self.repeated)
 
@@ -108,7 +121,8 @@ class _Search:
         self._add(found)
 
     def add_folder(self, root: Path) -> None:
-        texts, others, has_data = [], [], False
+        texts: list[Input] = []
+        has_data = False
         for folder, folders, files in _walked(root, self.repeated):
             if MDS_INDEX in files:
                 files = [MDS_INDEX]  # the rest belongs to it
@@ -116,20 +130,25 @@ class _Search:
             for file in (folder / name for name in files):
                 found = inputs_of(file)
                 if found and found[0].format == "text":
-                    texts.append(file)
+                    texts += found
                 elif found:
                     self._add(found)
                     has_data = True
                 elif file.suffix != ".idx" or not file.with_suffix(".bin").exists():
-                    others.append(file)
-        self.left_out += others + (texts if has_data else [])
-        if not has_data:
-            found_first = [file for file in texts if self._files.first(file)]
-            runs = in_runs(found_first, lambda file: file.stat().st_size, TEXT_BYTES, TEXT_FILES)
-            self.inputs += [Input("text", tuple(run)) for run in runs]
+                    self.unknown.append(file)
+        if has_data:
+            self.beside.update(one.file for one in texts)
+        else:
+            self._add(texts)
 
     def _add(self, found: Sequence[Input]) -> None:
-        self.inputs += [one for one in found if self._files.first(one.file)]
+        for one in found:
+            if not self._files.first(one.file):
+                continue
+            if one.format == "text":
+                self.texts.append(one.file)
+            else:
+                self.inputs.append(one)
 
 
 def _walked(root: Path, repeated: list[tuple[Path, Path]]) -> Iterator[tuple[Path, list[str], list[str]]]:

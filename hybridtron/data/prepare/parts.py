@@ -1,17 +1,19 @@
-"""One part of a folder of prepared tokens: an input's documents, tokenized and written, and the record that they are.
+"""One part of a folder of prepared tokens: documents of some inputs, tokenized and written, and a record of them.
 
-A part depends on its input, the vocabulary and the settings alone, not on the others, nor on the process that writes
-it. Its record is written last, and whole or not at all: what has no record counts as not begun.
+Inputs that are smaller than a shard share a part, so that a folder has the shards that its bytes need and not one for
+each file. A part depends on its inputs, the vocabulary and the settings alone, not on the others, nor on the process
+that writes it. Its record is written last, and whole or not at all: what has no record counts as not begun.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,12 +57,18 @@ class PrepareJob:
     settings: FolderSettings
     max_bad: float
 
+    @cached_property
+    def parts(self) -> tuple[tuple[Input, ...], ...]:
+        """The inputs of each part, in their order: as many together as reach the size of a shard."""
+        runs = in_runs(self.inputs, lambda one: one.size, self.settings.shard_size, len(self.inputs))
+        return tuple(tuple(run) for run in runs)
+
 
 class Finished(NamedTuple):
-    """What a record holds: the input as it was, what reading it came to, and what the part holds."""
+    """Holds what a record does: the inputs' files as they were, what reading each input came to, and the shards."""
 
     stamps: list[list[int]]
-    tally: Tally
+    tallies: list[Tally]
     records: Records
 
 
@@ -69,12 +77,27 @@ def part_name(number: int) -> str:
 
 
 def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
-    """Write a part and its record; gives the bytes of the input that were read, and the tokens, since the last time."""
-    one, settings, vocabulary = job.inputs[number], job.settings, job.vocabulary
-    stamps, tally = one.stamps(), Tally(one.name, FORMATS[one.format].noun, job.max_bad)
+    """Write a part and its record; gives the bytes of inputs that were read, and the tokens, since the last time."""
+    settings, inputs = job.settings, job.parts[number]
+    part = PartWriter(
+        job.work / TOKENS,
+        part_name(number),
+        job.vocabulary.size,
+        settings.shard_size,
+        settings.compression,
+        masked=settings.learn is not None,
+    )
+    stamps = stamps_of(inputs)
+    tallies = [Tally(one.name, FORMATS[one.format].noun, job.max_bad) for one in inputs]
+    for one, tally in zip(inputs, tallies, strict=True):
+        yield from _write_input(one, tally, part, job)
+    _write_record(job, number, Finished(stamps, tallies, part.finish()))
+
+
+def _write_input(one: Input, tally: Tally, part: PartWriter, job: PrepareJob) -> Iterator[tuple[int, int]]:
+    """Write the documents of one input to the part; gives bytes and tokens since the last time."""
+    settings, vocabulary = job.settings, job.vocabulary
     reading = InputOptions(settings.text_key, settings.source, vocabulary.separator, settings.learn, vocabulary.chat)
-    written = vocabulary.size, settings.shard_size, settings.compression, settings.learn is not None
-    part = PartWriter(job.work / TOKENS, part_name(number), *written)
     behind = 0
     for batch in in_runs(read(one, reading, tally), lambda document: len(document.content), BATCH, MOST):
         count = 0
@@ -88,7 +111,6 @@ def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
         yield tally.position - behind, count
         behind = tally.position
     tally.judge()
-    _write_record(job, number, Finished(stamps, tally, part.finish()))
     yield one.size - behind, 0
 
 
@@ -122,8 +144,8 @@ def _write_record(job: PrepareJob, number: int, finished: Finished) -> None:
             arrays[f"learned/{where}"] = record.learned
         for file in (root / where / part_name(number)).iterdir():
             sync(file)
-    tally = {key: value for key, value in vars(finished.tally).items() if key != "max_bad"}
-    about = json.dumps({"stamps": finished.stamps, "tally": tally, "entries": entries})
+    tallies = [{key: value for key, value in vars(tally).items() if key != "max_bad"} for tally in finished.tallies]
+    about = json.dumps({"stamps": finished.stamps, "tallies": tallies, "entries": entries})
     stored = io.BytesIO()
     np.savez(stored, about=np.frombuffer(about.encode(), np.uint8), **arrays)
     put(record_file(job, number), stored.getvalue())
@@ -135,7 +157,7 @@ def read_record(job: PrepareJob, number: int) -> Finished | None:
     if not file.exists():
         return None
     with np.load(file, allow_pickle=False) as arrays:
-        about = json.loads(arrays["about"].tobytes())
+        about = _about(arrays)
         records = {
             where: PartRecord(entries, arrays[where], arrays.get(f"learned/{where}"))
             for where, entries in about["entries"].items()
@@ -145,4 +167,33 @@ def read_record(job: PrepareJob, number: int) -> Finished | None:
             shard = job.work / TOKENS / where / info["basename"]
             if not shard.exists() or shard.stat().st_size != info["bytes"]:
                 return None
-    return Finished(about["stamps"], Tally(**about["tally"], max_bad=job.max_bad), records)
+    counted = about["tallies"] if "tallies" in about else [about["tally"]]  # one where a part was one input
+    tallies = [Tally(**values, max_bad=job.max_bad) for values in counted]
+    return Finished(about["stamps"], tallies, records)
+
+
+def _about(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return json.loads(arrays["about"].tobytes())
+
+
+def holds_documents(job: PrepareJob) -> bool:
+    """Whether a part with a document is finished: all else is written again in any case."""
+    for file in (job.work / "records").glob("*.npz"):
+        with np.load(file, allow_pickle=False) as arrays:
+            if _about(arrays)["entries"]:
+                return True
+    return False
+
+
+def stamps_of(inputs: Sequence[Input]) -> list[list[int]]:
+    """Size and time of every file of a part's inputs."""
+    return [stamp for one in inputs for stamp in one.stamps()]
+
+
+def changed_files(inputs: Sequence[Input], finished: Finished) -> list[Path]:
+    """The files of a part that are not as they were when it was written; all of it where there were more, or fewer."""
+    files = [file for one in inputs for file in one.files]
+    before = finished.stamps
+    if len(before) != len(files):
+        return files
+    return [file for file, then, now in zip(files, before, stamps_of(inputs), strict=True) if then != now]

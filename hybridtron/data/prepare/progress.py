@@ -18,7 +18,9 @@ class PrepareProgress:
     """Counts bytes of the inputs and tokens, of this call and of the earlier calls that it resumes."""
 
     def __init__(self, job: PrepareJob, finished: Collection[int]) -> None:
-        self.job, self.parts, self.tokens = job, len(finished), 0
+        self.job, self.tokens = job, 0
+        read = [one for number in finished for one in job.parts[number]]
+        self.inputs = len(read)
         self.remarks: set[str] = set()
         self.started = self.reported = time.monotonic()
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -33,10 +35,10 @@ class PrepareProgress:
             disable=not self.console.is_terminal,
             speed_estimate_period=20 * EVERY,
         )
-        size, read = (sum(job.inputs[number].size for number in of) for of in (range(len(job.inputs)), finished))
-        self._task = self.bar.add_task("preparing", total=size, completed=read, rate="")
-        if finished:
-            self.console.print(f"resuming: {len(finished)} of {len(job.inputs)} inputs are finished")
+        size = sum(one.size for one in job.inputs)
+        self._task = self.bar.add_task("preparing", total=size, completed=sum(one.size for one in read), rate="")
+        if read:
+            self.console.print(f"resuming: {self.inputs} of {len(job.inputs)} inputs are finished")
 
     def advance(self, size: int, tokens: int) -> None:
         """`size` more bytes are read, and `tokens` more tokens written."""
@@ -46,18 +48,19 @@ class PrepareProgress:
         self.bar.update(self._task, advance=size, rate=rate)
         if not self.console.is_terminal and now - self.reported > EVERY:
             self.reported = now
-            inputs = f"{self.parts} of {len(self.job.inputs)} inputs"
+            inputs = f"{self.inputs} of {len(self.job.inputs)} inputs"
             left = "" if task.time_remaining is None else f", {timedelta(seconds=task.time_remaining)} left"
             self.console.print(f"{task.percentage:.1f}% of {(task.total or 0) / 1e9:.2f} GB, {inputs}, {rate}{left}")
 
     def finish(self, number: int) -> None:
-        """A part is finished; says what was left out of its input."""
-        self.parts += 1
+        """A part is finished; says what was left out of its inputs."""
+        self.inputs += len(self.job.parts[number])
         finished = read_record(self.job, number)
         assert finished is not None
-        if finished.tally.bad:
-            self.console.print(finished.tally.bad_entries())
-        for remark in finished.tally.remarks:
-            if remark not in self.remarks:
-                self.console.print(f"note: {remark}")
-                self.remarks.add(remark)
+        for tally in finished.tallies:
+            if tally.bad:
+                self.console.print(tally.bad_entries())
+            for remark in tally.remarks:
+                if remark not in self.remarks:
+                    self.console.print(f"note: {remark}")
+                    self.remarks.add(remark)

@@ -29,6 +29,8 @@ from hybridtron.data.prepare.parts import (
     Finished,
     FolderSettings,
     PrepareJob,
+    changed_files,
+    holds_documents,
     part_name,
     read_record,
     record_file,
@@ -71,18 +73,28 @@ def prepare(
     job.work.mkdir(parents=True, exist_ok=True)
     with _locked(job.work):
         finished = _resumed(job)
-        missing = [number for number in range(len(inputs)) if number not in finished]
-        _clear(job, missing)
-        progress = PrepareProgress(job, finished)
-        with progress.bar:
-            for place, moved in side_by_side(partial(write_part, job), missing, workers):
-                if moved is None:
-                    progress.finish(missing[place])
-                else:
-                    progress.advance(*moved)
-        _complete(job, output, origin)
+        try:
+            _write_missing(job, finished, workers)
+            _complete(job, output, origin)
+        except PrepareError:
+            if not holds_documents(job):
+                shutil.rmtree(job.work, ignore_errors=True)
+            raise
     shutil.rmtree(job.work, ignore_errors=True)
     return TokenFolder.open(output)
+
+
+def _write_missing(job: PrepareJob, finished: Mapping[int, Finished], workers: int) -> None:
+    missing = [number for number in range(len(job.parts)) if number not in finished]
+    _clear(job, missing)
+    progress = PrepareProgress(job, finished)
+    with progress.bar:
+        for place, moved in side_by_side(partial(write_part, job), missing, workers):
+            if moved is None:
+                progress.finish(missing[place])
+            else:
+                size, tokens = moved
+                progress.advance(size, tokens)
 
 
 def _check(settings: FolderSettings, workers: int) -> None:
@@ -142,7 +154,7 @@ def _identity(job: PrepareJob) -> str:
 def _already_there(output: Path, job: PrepareJob) -> TokenFolder:
     folder = TokenFolder.open(output)
     if folder.manifest.origin.get("arguments") != _identity(job):
-        raise PrepareError(f"{output} was prepared with other arguments; delete it, or give another --output")
+        raise ArgumentError(f"{output} was prepared with other arguments; delete it, or give another --output")
     if (job.work / "plan.json").exists() and not (job.work / TOKENS).exists():
         shutil.rmtree(job.work, ignore_errors=True)  # of a call that was killed when all was done
     return folder
@@ -167,25 +179,28 @@ def _resumed(job: PrepareJob) -> dict[int, Finished]:
     if not file.exists():
         ours = {"lock", "records", TOKENS, temporary_of(file).name}
         if foreign := {entry.name for entry in job.work.iterdir()} - ours:
-            raise PrepareError(f"{job.work} is needed to work in, and holds something else: {listed(sorted(foreign))}")
-        (job.work / "records").mkdir(exist_ok=True)
-        (job.work / TOKENS).mkdir(exist_ok=True)
+            raise ArgumentError(f"{job.work} is needed to work in, and holds something else: {listed(sorted(foreign))}")
+    if not file.exists() or not holds_documents(job):  # nothing is lost, whatever it was begun with
+        for folder in (job.work / "records", job.work / TOKENS):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
         put(file, json.dumps(plan).encode())
         return {}
     _refuse(job, _differences(json.loads(file.read_text(encoding="utf-8")), plan))
-    records = {number: record for number in range(len(job.inputs)) if (record := read_record(job, number))}
-    finished = [(job.inputs[number], record) for number, record in records.items()]
-    if changed := [one.name for one, record in finished if record.stamps != one.stamps()]:
+    records = {number: record for number in range(len(job.parts)) if (record := read_record(job, number))}
+    changed = [file for number, record in records.items() for file in changed_files(job.parts[number], record)]
+    if changed:
         _refuse(job, [f"inputs changed since they were prepared: {listed(changed)}"])
-    for _, record in finished:
-        record.tally.judge()
+    for record in records.values():
+        for tally in record.tallies:
+            tally.judge()
     return records
 
 
 def _refuse(job: PrepareJob, differences: Sequence[str]) -> None:
     if differences:
         cure = "give the same arguments to resume, or delete it to start from scratch"
-        raise PrepareError(f"{job.work} was begun otherwise: {'; '.join(differences)}. {cure}")
+        raise ArgumentError(f"{job.work} was begun otherwise: {'; '.join(differences)}. {cure}")
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -217,11 +232,12 @@ def _clear(job: PrepareJob, missing: Sequence[int]) -> None:
 
 
 def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
-    finished = [read_record(job, number) for number in range(len(job.inputs))]
+    finished = [read_record(job, number) for number in range(len(job.parts))]
     assert all(finished)
     parts = [part for part in finished if part]
+    tallies = [tally for part in parts for tally in part.tallies]
     if not any(part.records for part in parts):
-        left_out = sum(part.tally.short + part.tally.long for part in parts)
+        left_out = sum(tally.short + tally.long for tally in tallies)
         why = f" but {left_out} that --min-tokens or --max-tokens left out" if left_out else ""
         raise InputError(f"there is no document in {listed([one.name for one in job.inputs])}{why}")
     vocabulary = job.vocabulary
@@ -232,7 +248,7 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
         vocabulary.size,
         vocabulary.eos,
         job.settings.compression,
-        {**_described(job, [part.tally for part in parts]), **(origin or {})},
+        {**_described(job, tallies), **(origin or {})},
     )
     install(job.work / TOKENS, output)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,7 +42,9 @@ def write_tokenizer(folder: Path, vocab_size: int = 400) -> Path:
 
 
 def lines_of(contents: Iterable[str]) -> bytes:
-    return "".join(json.dumps({"text": text}) + "\n" for text in contents).encode()
+    """JSON lines, each with an id that does not compress."""
+    lines = ({"text": text, "id": hashlib.sha256(text.encode()).hexdigest()} for text in contents)
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def write_jsonl(file: Path, contents: Sequence[str]) -> Path:

@@ -134,7 +134,7 @@ def test_text_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "picture.png").touch()
     found = find([str(tmp_path)])
     assert [len(one.files) for one in found.inputs] == [2, 2, 1]
-    assert [file.name for file in found.left_out] == ["picture.png"]
+    assert [file.name for file in found.unknown] == ["picture.png"]
     assert contents(read_all(tmp_path)) == [TEXTS[1], TEXTS[0], TEXTS[3], TEXTS[4], TEXTS[2]]
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(InputError, match=r"latin.txt: 'utf-8' codec can't decode"):
@@ -144,8 +144,23 @@ def test_text_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_readme_is_no_data_beside_data(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data/a.jsonl", TEXTS)
     (tmp_path / "README.md").write_text("Read me.")
-    assert [file.name for file in find([str(tmp_path)]).left_out] == ["README.md"]
+    assert find([str(tmp_path)]).texts == (tmp_path / "README.md",)
     assert "Read me." in contents(read_all(tmp_path, tmp_path / "README.md"))
+    assert find([str(tmp_path), str(tmp_path / "*.md")]).texts == ()
+
+
+def test_text_files_are_gathered_whatever_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a folder, by patterns and one by one: the inputs are equal, in the order of their paths."""
+    monkeypatch.setattr(input_files, "TEXT_FILES", 4)
+    names = ["b.txt", "a/z.txt", "a/b.md", "c.txt", "a/c/d.txt", "d.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    expected = [[tmp_path / name for name in sorted(names)[:4]], [tmp_path / name for name in sorted(names)[4:]]]
+    patterns = [[""], ["**/*.txt", "**/*.md"], names, ["d.txt", "*.txt", "a"]]
+    for given in patterns:
+        found = find([str(tmp_path / pattern) for pattern in given])
+        assert [list(one.files) for one in found.inputs] == expected, given
 
 
 def write_parquet(file: Path) -> Path:

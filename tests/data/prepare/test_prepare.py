@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.data.mosaic import MDSWriter
 from tests.data.prepare.preparing import (
     TEXTS,
     all_documents,
+    contents_of,
     lines_of,
     stored,
     texts,
@@ -164,18 +166,39 @@ def test_a_huge_text_is_tokenized_in_pieces(
 
 
 def test_bad_lines(vocabulary: Vocabulary, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_jsonl(tmp_path / "in/a.jsonl", TEXTS)
+    write_jsonl(tmp_path / "in/a.jsonl", TEXTS * 2)
     (tmp_path / "in/b.jsonl").write_bytes(lines_of(TEXTS) + b"{}\n[]\n")
     found = find([str(tmp_path / "in")]).inputs
     with pytest.raises(InputError, match=r"b.jsonl: 2 of 7 lines are bad (.|\n)*--max-bad 0.001 allows less"):
-        prepare(found, tmp_path / "out", vocabulary)
+        prepare(found, tmp_path / "out", vocabulary, SETTINGS)
     assert (tmp_path / "out.partial/records/part-00000.npz").exists()
-    folder = prepare(found, tmp_path / "out", vocabulary, max_bad=0.2)
+    folder = prepare(found, tmp_path / "out", vocabulary, SETTINGS, max_bad=0.2)
     output = capsys.readouterr().err
     assert "resuming: 1 of 2 inputs are finished" in output
     assert "b.jsonl: 2 of 7 lines are bad and left out\n  line 6: has no key 'text'\n  line 7: is a JSON list" in output
     assert folder.manifest.origin["bad"] == 2
-    assert len(all_documents(folder)) == 10
+    assert len(all_documents(folder)) == 15
+
+
+def test_small_files_share_shards(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    """Files of every format, by a folder or by patterns, and by any number of workers: the same few shards."""
+    for number, text in enumerate(texts(300)):
+        (tmp_path / f"txt/{number % 7}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"txt/{number % 7}/{number}.txt").write_text(text, newline="")
+    for number in range(20):
+        write_jsonl(tmp_path / f"txt/lines/{number}.jsonl", texts(3, f"{number}-"))
+    settings = FolderSettings(validation=0, shard_size=8192)
+    patterns = [str(tmp_path / f"txt/**/*.{suffix}") for suffix in ("txt", "jsonl")]
+    folder = prepare(find(patterns).inputs, tmp_path / "out", vocabulary, settings)
+    (source,) = folder.manifest.splits["train"].values()
+    assert source.documents == 360
+    sizes = [shard.size for shard in source.shards]
+    assert len(sizes) <= 2 * sum(sizes) / settings.shard_size + 1
+    shutil.rmtree(tmp_path / "txt/lines")
+    found = find([str(tmp_path / "txt")]).inputs
+    by_folder = prepare(found, tmp_path / "folder", vocabulary, settings, workers=2)
+    by_pattern = prepare(find(patterns[:1]).inputs, tmp_path / "pattern", vocabulary, settings)
+    assert contents_of(by_folder.path) == contents_of(by_pattern.path)
 
 
 def test_nothing_to_prepare(vocabulary: Vocabulary, tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hybridtron.data.folder import FolderError
 from hybridtron.data.prepare import parts as parts_module
 from hybridtron.data.prepare import run as prepare_module
-from hybridtron.data.prepare.documents import PrepareError
+from hybridtron.data.prepare.documents import ArgumentError, InputError, PrepareError
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
@@ -114,7 +115,7 @@ def test_other_arguments_do_not_resume(
     interrupted(monkeypatch, inputs, output, vocabulary)
     found = find([str(inputs)]).inputs
     other = dataclasses.replace(SETTINGS, validation=0.3, compression="zstd:3")
-    with pytest.raises(PrepareError, match=r"validation was 0.2 and is 0.3; compression was None and is 'zstd:3'"):
+    with pytest.raises(ArgumentError, match=r"validation was 0.2 and is 0.3; compression was None and is 'zstd:3'"):
         prepare(found, output, vocabulary, other)
     with pytest.raises(PrepareError, match=r"tokenizer was 'tokenizer\d+ \(.*' and is 'words .*; eos was"):
         prepare(found, output, words(300), SETTINGS)
@@ -146,6 +147,42 @@ def test_a_damaged_input_can_be_mended(
     clean = prepare(find([str(inputs)]).inputs, tmp_path / "clean", vocabulary, SETTINGS)
     assert contents_of(folder.path) == contents_of(clean.path)
     assert not (folder.path / "train/other").exists()
+
+
+def test_what_failed_before_a_part_was_finished_blocks_nothing(
+    inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a mistake of the arguments, an interruption, or a limit that leaves all out, others are given."""
+    found, output = find([str(inputs)]).inputs, tmp_path / "out"
+    with pytest.raises(InputError, match="has no key 'body'"):
+        prepare(found, output, vocabulary, dataclasses.replace(SETTINGS, text_key="body"))
+    assert not (tmp_path / "out.partial").exists()
+    with pytest.raises(InputError, match="there is no document"):
+        prepare(found, output, vocabulary, dataclasses.replace(SETTINGS, min_tokens=10**6))
+    assert not (tmp_path / "out.partial").exists()
+    interrupted(monkeypatch, inputs, output, vocabulary, parts=0)
+    assert list((tmp_path / "out.partial/tokens").rglob("*.mds"))
+    other = dataclasses.replace(SETTINGS, validation=0.3)
+    folder = prepare(found[1:], output, vocabulary, other)
+    clean = prepare(found[1:], tmp_path / "clean", vocabulary, other)
+    assert contents_of(folder.path) == contents_of(clean.path)
+
+
+def test_records_of_one_input_a_part_are_resumed_from(
+    inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they were written when a part was always one input."""
+    interrupted(monkeypatch, inputs, tmp_path / "out", vocabulary)
+    for file in (tmp_path / "out.partial/records").iterdir():
+        with np.load(file) as stored:
+            arrays = dict(stored)
+        about = json.loads(arrays["about"].tobytes())
+        (about["tally"],) = about.pop("tallies")
+        arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+        np.savez(file, **arrays)
+    times = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out.partial/tokens").rglob("part-00001/*.mds")}
+    folder = prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS)
+    assert {file.name: file.stat().st_mtime_ns for file in folder.path.rglob("part-00001/*.mds")} == times
 
 
 def of_another_source() -> bytes:

@@ -43,4 +43,4 @@ def test_every_kernel_can_be_called(make: Callable[[Sizes, int], Kernel]) -> Non
 
 
 def test_a_call_is_timed() -> None:
-    assert 0.002 < seconds(lambda: time.sleep(0.002)) < 0.2
+    assert 0.002 < seconds(lambda: time.sleep(0.002)) < 2  # on a busy machine a sleeper wakes late

@@ -73,11 +73,13 @@ def test_what_is_written_is_read(store: FakeS3, tmp_path: Path, monkeypatch: pyt
 )
 def test_a_fault_that_stays_ends_in_an_error(store: FakeS3, tmp_path: Path, fault: str, message: str) -> None:
     store.fail(fault, "there")
-    bucket, began = Bucket(URL, HASTY), time.monotonic()
+    timeout = 1.0 if "after 1 s" in message else 60.0
+    bucket = Bucket(URL, Patience(timeout, retries=0, slowest=2**40))
+    began = time.monotonic()
     with pytest.raises(StorageError, match=message) as found:
         list(bucket.pieces("there"))
     assert isinstance(found.value, ObjectMissingError) == (fault == "lost")
-    patient = Patience(timeout=1.0 if "after 1 s" in message else 60.0, retries=1, slowest=2**40)
+    patient = Patience(timeout, retries=1, slowest=2**40)
     with pytest.raises(StorageError, match=message):
         bring(Bucket(URL, patient), tmp_path / "copy", patient)
     assert time.monotonic() - began < BOUND_S
@@ -136,12 +138,12 @@ def test_a_closed_port_and_one_that_never_answers(store: FakeS3, monkeypatch: py
     with socket.socket() as hole:
         hole.bind(("127.0.0.1", 0))
         monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{hole.getsockname()[1]}")
-        for listening, message in [(False, "Could not connect"), (True, "not finished after 1 s|Read timeout")]:
-            if listening:
+        for patience, message in [(PATIENT, "Could not connect"), (HASTY, "not finished after 1 s|Read timeout")]:
+            if patience is HASTY:
                 hole.listen(10)
             begin = time.monotonic()
             with pytest.raises(StorageError, match=message):
-                Bucket(URL, HASTY).small("there", 10)
+                Bucket(URL, patience).small("there", 10)
             assert time.monotonic() - begin < BOUND_S
 
 

@@ -60,12 +60,12 @@ def s3(bucket: FakeS3, monkeypatch: pytest.MonkeyPatch) -> FakeS3:
 
 
 def quick(folder: Path, limit: int | None = None) -> CacheOptions:
-    return CacheOptions(folder, limit, Patience(timeout=5, retries=1))
+    return CacheOptions(folder, limit, Patience(timeout=30, retries=1))
 
 
 def opened(path: str | Path, cache: CacheOptions, source: str = "web", split: str = "train") -> DocumentStore:
     """A store that may be impatient; the folder is opened patiently, since other tests may take the processor."""
-    patient = replace(cache.patience, timeout=max(cache.patience.timeout, 5))
+    patient = replace(cache.patience, timeout=max(cache.patience.timeout, 60))
     folder = open_folder(str(path), replace(cache, patience=patient))
     return DocumentStore(folder, split, source, cache)
 

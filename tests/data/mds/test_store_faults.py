@@ -30,8 +30,16 @@ bucket, s3 = stores.bucket, stores.s3  # the fixtures
 SHARD = "train/web/part-00000/shard.00001.mds"
 
 
+BOUND_S = 30.0  # far above what two attempts of half a second take, and below what an ordinary patience waits
+
+
 def impatient(folder: Path) -> CacheOptions:
     return CacheOptions(folder, patience=Patience(timeout=0.5, retries=1))
+
+
+def patient(folder: Path) -> CacheOptions:
+    """For answers that come at once, however busy the machine is."""
+    return CacheOptions(folder, patience=Patience(timeout=60, retries=1))
 
 
 @pytest.mark.parametrize("kind", ["refuse", "reset", "cut", "short", "flip", "dribble"])
@@ -57,11 +65,8 @@ def test_a_fault_that_passes_is_survived(s3: FakeS3, tmp_path: Path, kind: str):
     ],
 )
 def test_a_fault_that_stays_is_an_error(s3: FakeS3, tmp_path: Path, kind: str, message: str):
-    patient = CacheOptions(tmp_path, patience=Patience(timeout=60, retries=1))
-    store = opened(
-        "s3://bucket/plain",
-        CacheOptions(tmp_path, patience=Patience(timeout=1, retries=1)) if "after 1 s" in message else patient,
-    )
+    hasty = CacheOptions(tmp_path, patience=Patience(timeout=1, retries=1))
+    store = opened("s3://bucket/plain", hasty if "after 1 s" in message else patient(tmp_path))
     document = int(store.shard_documents[0])
     s3.fail(kind, "web/.*shard.00001")
     begin = time.monotonic()
@@ -70,7 +75,7 @@ def test_a_fault_that_stays_is_an_error(s3: FakeS3, tmp_path: Path, kind: str, m
     assert time.monotonic() - begin < 60
     assert f"s3://bucket/plain: shard {SHARD} " in str(error.value)
     assert f"(wanted for document {document})" in str(error.value)
-    store = opened("s3://bucket/plain", patient)
+    store = opened("s3://bucket/plain", patient(tmp_path))
     assert np.array_equal(store.read(0, 0, len(DOCUMENTS[0])), DOCUMENTS[0])  # the others are read
     s3.faults.clear()
     check_whole(store, DOCUMENTS[:45])
@@ -128,7 +133,7 @@ def test_a_damaged_local_shard(local: Path, tmp_path: Path, damage: Callable[[by
 
 def test_a_damaged_local_compressed_shard(tmp_path: Path):
     write(tmp_path / "data", compression="zstd:3")
-    cache = impatient(tmp_path / "cache")
+    cache = patient(tmp_path / "cache")
     store = opened(tmp_path / "data", cache)
     file = tmp_path / "data" / f"{SHARD}.zstd"
     whole = file.read_bytes()
@@ -212,13 +217,13 @@ def test_symbolic_links_are_not_followed(tmp_path: Path, linked: str, form: str)
     name = f"{linked}.zstd" if form == "zstd" and linked == SHARD else linked
     (tmp_path / "data" / name).rename(tmp_path / "outside")
     (tmp_path / "data" / name).symlink_to(tmp_path / "outside")
-    cache = impatient(tmp_path / "cache")
+    cache = patient(tmp_path / "cache")
     with pytest.raises((DataError, FolderError), match=r"out of the folder"):
         check_whole(opened(tmp_path / "data", cache), DOCUMENTS[:45])
 
 
 def test_a_link_in_the_cache_is_not_followed(s3: FakeS3, tmp_path: Path):
-    store = opened("s3://bucket/plain", impatient(tmp_path / "cache"))
+    store = opened("s3://bucket/plain", patient(tmp_path / "cache"))
     (tmp_path / "outside").mkdir()
     (store.folder.path / "train/web/part-00000").symlink_to(tmp_path / "outside")
     with pytest.raises(DataError, match="out of the folder"):
@@ -252,13 +257,13 @@ def test_lengths_that_do_not_fit_the_samples(local: Path, tmp_path: Path):
 
 def test_a_dataset_that_was_replaced_is_noticed(s3: FakeS3, tmp_path: Path):
     shutil.copytree(s3.root / "plain", s3.root / "changing")
-    old = opened("s3://bucket/changing", impatient(tmp_path))
+    old = opened("s3://bucket/changing", patient(tmp_path))
     old.read(0, 0, 1)
     digest = old.folder.digest
     shutil.rmtree(s3.root / "changing")
     others = make_documents(90, seed=7)
     write(s3.root / "changing", others)
-    new = opened("s3://bucket/changing", impatient(tmp_path))
+    new = opened("s3://bucket/changing", patient(tmp_path))
     assert new.folder.digest != digest
     check_whole(new, others[:45])
     with pytest.raises(DataError, match="what came"):  # the run that began with the old one does not mix them
@@ -269,8 +274,8 @@ def test_a_dataset_that_was_replaced_is_noticed(s3: FakeS3, tmp_path: Path):
 def test_a_cache_that_can_not_be_written(s3: FakeS3, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FolderError, match=rf"the cache {tmp_path}/file/cache can't be written .*data.cache"):
-        open_folder("s3://bucket/plain", impatient(tmp_path / "file" / "cache"))
-    store = opened(s3.root / "zstd", impatient(tmp_path / "file" / "cache"))
+        open_folder("s3://bucket/plain", patient(tmp_path / "file" / "cache"))
+    store = opened(s3.root / "zstd", patient(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match=rf"shard train/web.*{tmp_path}/file/cache can't be written"):
         store.read(0, 0, 1)
 
@@ -279,29 +284,32 @@ def test_a_cache_that_can_not_be_written(s3: FakeS3, tmp_path: Path):
 def test_a_full_disk(s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
     store = opened("s3://bucket/plain", quick(tmp_path))
 
+    attempts = []
+
     def full(self: object, *arguments: object) -> str:
+        attempts.append(arguments)
         raise OSError(number, "No space left on device")
 
     monkeypatch.setattr(Bucket, "bring", full)
-    begin = time.monotonic()
     with pytest.raises(DataError, match=r"no room for \d+ bytes .*data.cache.*data.cache_limit"):
         store.read(0, 0, 1)
-    assert time.monotonic() - begin < 0.5  # it does not pass, so it is not tried again
+    assert len(attempts) == 1  # it does not pass, so it is not tried again
 
 
 def test_a_closed_port_and_one_that_never_answers(s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as hole:
         hole.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{hole.getsockname()[1]}"
-        for listening, message in [(False, "Could not connect"), (True, "not finished after 0.5 s|Read timeout")]:
-            if listening:
+        cases = [(patient, "Could not connect"), (impatient, "not finished after 0.5 s|Read timeout")]
+        for patience, message in cases:
+            if patience is impatient:
                 hole.listen(10)
             monkeypatch.setenv("S3_ENDPOINT_URL", url)
             begin = time.monotonic()
             with pytest.raises(FolderError, match=message) as error:
-                open_folder("s3://bucket/plain", impatient(tmp_path))
+                open_folder("s3://bucket/plain", patience(tmp_path))
             assert str(error.value).startswith("s3://bucket/plain can't be opened: manifest.json can't be fetched")
-            assert time.monotonic() - begin < 5
+            assert time.monotonic() - begin < BOUND_S
 
 
 def test_a_store_that_went_away_after_opening(s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -312,7 +320,7 @@ def test_a_store_that_went_away_after_opening(s3: FakeS3, tmp_path: Path, monkey
 
 
 def test_what_is_not_a_dataset(s3: FakeS3, tmp_path: Path):
-    cache = impatient(tmp_path)
+    cache = patient(tmp_path)
     with pytest.raises(FolderError, match=r"starts with ftp://, for which there is no client; .*s3://"):
         open_folder("ftp://host/data", cache)
     with pytest.raises(FolderError, match=r"s3://bucket/nothing can't be opened: manifest.json .*not found"):

@@ -6,11 +6,11 @@
 
 Two groups of cases, each in an empty folder. `write` trains some steps (the laptop recipe, every mode of states, every
 mixer, TP2 x PP2, CP2), prepares text and conversations, and exports. `read` starts from what was written: a run
-resumes, a phase with adapters starts from its weights, a prepared folder is trained on, an export is imported. Against a
-commit both read the files of that commit, so that a change of format shows too.
+resumes, a phase with adapters starts from its weights, a prepared folder is trained on, an export is imported. Against
+a commit both read the files of that commit, so that a change of format shows too.
 
 For changes that move code. Results of a commit are kept in build/same_bits, since they take minutes. Recorded bits hold
-for one kind of machine: the record names Python, torch and CPU, and other machines are told so.
+for one kind of machine: the record names Python, torch and CPU, and another machine is refused.
 """
 
 from __future__ import annotations

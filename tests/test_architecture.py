@@ -18,6 +18,7 @@ ORDER = [
     "regular_files",
     "problems",
     "limits",
+    "own_folders",
     "compiled",
     "device",
     "architecture",
@@ -68,7 +69,7 @@ OWNERS = {
     "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/gate_kernels.py ops/*/kernels*.py ops/*/triton.py",
 }
 TORCH_FREE = (
-    *("regular_files", "problems", "limits", "compiled"),
+    *("regular_files", "problems", "limits", "own_folders", "compiled"),
     *("architecture", "optimizers", "config", "planning", "tasks"),
 )
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code

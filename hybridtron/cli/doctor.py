@@ -23,6 +23,8 @@ from pathlib import Path
 
 from hybridtron.cli.machine import Line, machine_section
 from hybridtron.cluster.variables import ALLOCATOR, ONE_QUEUE
+from hybridtron.compiled import BUILD_S
+from hybridtron.rehearse import guard
 from hybridtron.requirements import MODULES, install_command, installed, is_there, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +41,7 @@ OPTIONAL = {
 }
 IMPORTED = {"flash_attn": "flash_attn.flash_attn_interface"}  # other packages have a `flash_attn` without its functions
 
-NO_COMPILER = "ops run in torch alone, several times slower on a CPU; a C++ compiler (g++ or clang++) changes it"
+TORCH_ALONE = "ops run in torch alone, several times slower on a CPU"
 
 IMPORT = """
 import importlib, importlib.util, json, sys
@@ -78,17 +80,18 @@ class Probe:
     fault: str | None = None
 
 
-def run_python(code: str, *arguments: str) -> tuple[dict, str | None]:
+def run_python(code: str, *arguments: str, patience: float | None = None) -> tuple[dict, str | None]:
     """What a program printed as JSON on its last line, and why there is nothing, if so."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, "PYTHONPATH": path}
+    patience = patience or PATIENCE
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=PATIENCE, env=environment
+            command, capture_output=True, text=True, errors="replace", timeout=patience, env=environment
         )
     except subprocess.TimeoutExpired:
-        return {}, f"does not answer within {PATIENCE} s"
+        return {}, f"does not answer within {patience:.0f} s"
     try:
         return json.loads(done.stdout.splitlines()[-1]), None
     except (IndexError, json.JSONDecodeError):
@@ -169,7 +172,7 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
 
 def kernel_section() -> tuple[str, list[Line]]:
     """What computes, and which form of every op runs there."""
-    about, fault = run_python(KERNELS)
+    about, fault = run_python(KERNELS, patience=PATIENCE + BUILD_S)  # what is not there yet is compiled
     if fault:
         return "device", [Line("fail", "hybridtron", "does not start", fault)]
     lines = [Line("ok", "device", about["device"])]
@@ -180,7 +183,9 @@ def kernel_section() -> tuple[str, list[Line]]:
         lines.append(Line("none", "driver", driver))
     lines.append(Line("none", "threads", f"{about['threads']} (OMP_NUM_THREADS changes it)"))
     reason, built = about["native"]
-    lines.append(Line("ok" if built else "none", "compiled CPU forms", reason, "" if built else NO_COMPILER))
+    lines.append(Line("ok" if built else "none", "compiled CPU forms", reason, "" if built else TORCH_ALONE))
+    good, reason = guard.described()
+    lines.append(Line("ok" if good else "warn", "guard", reason, "a library that rehearsals load"))
     lines += [Line("ok", op, form, why) for op, form, why in about["choices"]]
     return "device and kernels", [*lines, fp8_line(about["fp8"])]
 

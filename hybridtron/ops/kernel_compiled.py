@@ -94,14 +94,22 @@ def target_absent_gpu(capability: tuple[int, int]) -> None:
 
 def read(capability: tuple[int, int], codes: Sequence[MachineCode]) -> list[CompiledKernel]:
     """What the machine code of each says. What it was read as is kept in the user's cache."""
-    known = {code.cubin: _remembered(code.cubin) for code in codes}
-    unread = [cubin for cubin, path in known.items() if not path.exists()]
+    known = {cubin: kept for cubin in {code.cubin for code in codes} if (kept := _kept(_remembered(cubin)))}
+    unread = [*dict.fromkeys(code.cubin for code in codes if code.cubin not in known)]
     for cubin, (names, loops) in zip(unread, _disassembled(capability, unread), strict=True):
         registers, stack = resource_usage(cubin)
         spans = [dataclasses.astuple(loop) for loop in loops]
-        found = {"registers": registers, "stack": stack, "names": names, "loops": spans}
-        compiled.build(known[cubin], partial(_write, found))
-    return [_kernel(code, json.loads(known[code.cubin].read_text())) for code in codes]
+        known[cubin] = found = {"registers": registers, "stack": stack, "names": names, "loops": spans}
+        compiled.build(_remembered(cubin), partial(_write, found))
+    return [_kernel(code, known[code.cubin]) for code in codes]
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    """The record that was written there; None where nothing was, or a part of it is missing."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _write(found: dict[str, Any], path: Path) -> None:

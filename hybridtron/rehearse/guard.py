@@ -12,12 +12,13 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from hybridtron import compiled
 
 SOURCE = Path(__file__).with_name("guard.cpp")
+FOLDER = "rehearse"  # of the user's cache
 
 
 class GuardProblem(Exception):
@@ -30,20 +31,29 @@ def load() -> ctypes.CDLL:
     if "torch" in sys.modules:
         raise GuardProblem("torch is imported already: a rehearsal needs a process of its own")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real GPU stays as it is
-    return ctypes.CDLL(str(_library()), mode=ctypes.RTLD_GLOBAL)
-
-
-def _library() -> Path:
     torch_folder = _torch_folder()
-    text = SOURCE.read_text() + importlib.metadata.version("torch") + str(torch_folder)
-    name = f"guard-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.so"
     try:
-        path = compiled.cache_folder("rehearse") / name
-        if not path.exists():
-            compiled.build(path, lambda made: _compile(torch_folder, made))
+        loaded = compiled.load(FOLDER, _name(torch_folder), partial(_compile, torch_folder), ctypes.RTLD_GLOBAL)
     except (compiled.NotBuilt, OSError) as error:
         raise GuardProblem(str(error)) from error
-    return path
+    return loaded.functions
+
+
+def described() -> tuple[bool, str]:
+    """Whether the library can be loaded or made, and in words; nothing is compiled."""
+    try:
+        damage = compiled.state(FOLDER, _name(_torch_folder()))
+    except (compiled.NotBuilt, GuardProblem) as error:
+        return False, str(error)
+    if damage is None:
+        return True, "built for this torch"
+    return True, f"built again by the next rehearsal: {damage}" if damage else "built by the first rehearsal"
+
+
+def _name(torch_folder: Path) -> str:
+    """A file name of all that the library depends on."""
+    text = SOURCE.read_text() + importlib.metadata.version("torch") + str(torch_folder)
+    return f"guard-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.so"
 
 
 def _torch_folder() -> Path:

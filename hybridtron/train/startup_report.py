@@ -26,6 +26,7 @@ from hybridtron.model.stack import Residual
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
 from hybridtron.ops.loss import linear_cross_entropy
+from hybridtron.ops.native.library import missing
 from hybridtron.ops.registry import choices
 from hybridtron.ops.softmax import softmax_gradients, softmax_sums
 from hybridtron.train.outcome import Progress, clock
@@ -51,6 +52,8 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
         )
     if parallel.offload and engine.device.type == "cpu":
         LOG.warning("parallel.offload saves nothing on a CPU, whose memory is the host's: it costs copies")
+    if engine.device.type == "cpu" and (reason := missing()):
+        LOG.warning(f"ops run in torch alone, several times slower than compiled for this CPU ({reason})")
     table = Table("op", "runs", "why", box=None, title="kernels", title_justify="left")
     used = ops_of(engine.config.model)
     for name, implementation, reason in choices(engine.device.type):

@@ -4,7 +4,8 @@
     call("f", task, n)   one of them, on a structure and n threads
 
 A build is named by all that it depends on: sources, compiler, flags and the CPU. So a changed compiler, or another kind
-of node on the same home directory, finds no file of its name and makes one (`hybridtron/compiled.py`).
+of node on the same home directory, finds no file of its name and makes one; a damaged one is made again
+(`hybridtron/compiled.py`).
 
 Not here: what the functions compute (the sources), and which op uses them (`native.py` in the ops' folders).
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 
 from hybridtron import compiled
-from hybridtron.compiled import ELSEWHERE, NotBuilt, cache_folder, compiler, run_compiler
+from hybridtron.compiled import NotBuilt, compiler, run_compiler
 
 SOURCES = Path(__file__).parent
 FLAGS = (
@@ -47,7 +48,10 @@ class NativeLibrary:
 def library() -> NativeLibrary:
     """Found or built once for each process; forked children have it from their parent."""
     try:
-        return NativeLibrary(_opened(Build.here()), "built for this CPU")
+        build = Build.here()
+        loaded = compiled.load("native", f"{build.digest}.so", build.compile)
+        made_again = f"built for this CPU, again: {loaded.repaired}"
+        return NativeLibrary(loaded.functions, made_again if loaded.repaired else "built for this CPU")
     except (NotBuilt, OSError) as error:
         return NativeLibrary(None, f"not built: {error}")
 
@@ -110,13 +114,13 @@ class Build:
     def compile(self, target: Path) -> None:
         """All sources side by side, into one library. Raises NotBuilt."""
         objects = [target.with_name(f"{source.stem}.o") for source in self.sources]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(processors()) as pool:
             for _ in pool.map(self._run, [["-c", str(source)] for source in self.sources], objects):
                 pass
         self._run([*map(str, objects), "-shared"], target)
 
     def _run(self, arguments: list[str], target: Path) -> None:
-        run_compiler(self.compiler, [*self.flags, f'-DDIGEST="{self.digest}"', *arguments], target)
+        run_compiler(self.compiler, [*self.flags, *arguments], target)
 
 
 def cpu_features() -> str:
@@ -130,34 +134,15 @@ def cpu_features() -> str:
         return f"{platform.processor()} {platform.release()}"
 
 
-def _opened(build: Build) -> ctypes.CDLL:
-    """The library in the cache; a file that can't be used is made again. Raises NotBuilt."""
-    path = cache_folder("native") / f"{build.digest}.so"
-    if path.is_file():
-        try:
-            return _loaded(path, build)
-        except NotBuilt:
-            pass  # cut short by a full disk or a lost node
-    compiled.build(path, build.compile)
-    return _loaded(path, build)
-
-
-def _loaded(path: Path, build: Build) -> ctypes.CDLL:
-    """Raises NotBuilt: on a file system without execution, in a folder for another CPU, in half a file."""
-    try:
-        functions = ctypes.CDLL(str(path))
-        functions.digest.restype = ctypes.c_char_p
-        found = functions.digest().decode()
-    except (OSError, AttributeError) as error:
-        raise NotBuilt(f"{error} {ELSEWHERE}") from None
-    if found != build.digest:
-        raise NotBuilt(f"{path} holds the build {found}")
-    return functions
-
-
 def threads(worth: float) -> int:
     """As many as torch uses (OMP_NUM_THREADS), as the cgroup lets run at once, and as the work is worth."""
     return max(1, min(torch.get_num_threads(), _allowed(), 1 + int(worth)))
+
+
+def processors() -> int:
+    """As many as this process may run on at once."""
+    bound = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, min(bound, _allowed()))
 
 
 @functools.cache

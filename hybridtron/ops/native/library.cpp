@@ -1,2 +1,0 @@
-// Which build this is: asked when a file is opened.
-extern "C" const char *digest() { return DIGEST; }

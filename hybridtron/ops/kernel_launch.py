@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hybridtron.ops.dispatch import Implementation, untraced
 
+PROCESSORS = 132  # of an H100, and counted on every GPU: the order in which programs' sums are added depends on it
+
 
 def own_kernels(
     place: str, unsupported_reason: Callable[[Any], str | None] = lambda inputs: None
@@ -41,6 +43,14 @@ def own_kernels(
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, registers: int | None = None) -> None:
     """Run as many programs as the grid has places, each by `warps` warps of 32 threads with at most these registers."""
     kernel[grid](*arguments, num_warps=warps, maxnreg=registers)
+
+
+def programs_at_once(warps: int, resident: int) -> int:
+    """Programs that an H100 runs at a time, where each multiprocessor holds `resident` warps and at least one program.
+
+    More would wait for these to end, and fewer leave too little in flight to read memory at its rate.
+    """
+    return PROCESSORS * max(1, resident // warps)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "scan.chain": lambda named, _: [-(-named["parts"] // named["STEPS"])],
     "scan.gradients": lambda named, _: [named["N"]],
     "conv.backward": lambda named, _: [named["TOKENS"] + named["WIDTH"] - 1],
-    "norm.backward": lambda named, grid: [named["rows"] // grid[0]],
+    "norm.backward": lambda named, grid: [-(-named["rows"] // (named["ROWS"] * grid[0]))],
     **dict.fromkeys(
         ("gated_norm.norm_backward", "gated_norm.scale_backward"),
         lambda named, grid: [-(-named["rows"] * named["length"] // grid[0])],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -29,12 +30,13 @@ CAPABILITY = (9, 0)
 SHARED_MEMORY = 227 * 1024  # bytes that one block of an H100 may use
 REGISTERS = 255  # of one thread
 SPILLED = {
-    "3.6": {"group_gradients": 8, "token_gradients": 208},
-    "3.7": {"chunk_states": 8, "group_gradients": 32, "token_gradients": 232},
+    "3.6": {"group_gradients": 8, "token_gradients": 208, "_norm_backward": 48},
+    "3.7": {"chunk_states": 8, "group_gradients": 32, "token_gradients": 232, "_norm_backward": 48},
 }
 """Bytes that one thread may keep on the stack, by Triton's version and kernel; 3.9 spills nothing.
 
-Those of chunk_states and token_gradients are spilled in fp32 at the largest sizes alone.
+Those of chunk_states and token_gradients are spilled in fp32 at the largest sizes alone, those of _norm_backward in
+groups of more than 4,096 channels.
 """
 GRID = (2**31 - 1, 2**16 - 1, 2**16 - 1)  # blocks along each axis
 
@@ -54,6 +56,12 @@ class Launch:
     registers: int
     stack: int
     instructions: dict[str, int]
+
+    def waves(self) -> int:
+        """Times that an H100 is filled with programs, the last perhaps in part."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.num_warps
+        at_once = min(65536 // registers, 64 // self.num_warps, 32, SHARED_MEMORY // (self.shared + 1024))
+        return -(-math.prod(self.grid) // (132 * at_once))
 
     def faults(self) -> list[str]:
         """What an H100 would refuse, or be slow at."""

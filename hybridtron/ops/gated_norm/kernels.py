@@ -6,7 +6,7 @@ The equations of the steps are those of `recomputed`; with r = 1 / sqrt(mean(v^2
 
 fp32 inside. A program has some heads of a token, or a group of it; that of the output's gradients has a share of the
 tokens, and adds up the weight's gradient on the way. The shares' sums are added up in their order, so that the same
-call gives the same bits again. Right on an H200 (benchmarks/gpu.md).
+call gives the same bits again. Right on an H200 (benchmarks/gpu.md), where the whole had fewer warps a group.
 
 Legend as in `reference`; S shares of the tokens.
 """
@@ -22,12 +22,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.gated_norm.reference import GatedNormInputs, GatedScaleInputs, GatedSquaresInputs
-from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, last_side_by_side, launch, power_of_2
+from hybridtron.ops.kernel_launch import (
+    ceil_div,
+    empty_in_order,
+    last_side_by_side,
+    launch,
+    power_of_2,
+    programs_at_once,
+)
 
 VALUES = 1024  # of one program: 8 to a thread
 WARPS = 4
-WARP_VALUES = 512  # channels of a group for each warp
-SHARES = 528  # of the tokens: four for each multiprocessor of an H100; the order of the weight's sum depends on it
+WARP_VALUES = 256  # channels of a group for each warp: 8 to a thread
+MOST_WARPS = 16  # of a group: 16 to a thread where it has more than 4096 channels
+RESIDENT_WARPS = 24  # of a multiprocessor in the whole's backward pass, whose threads need 80 registers for 8 channels
+SHARES = 528  # of the tokens, in two steps: four for each multiprocessor of an H100; the sum's order depends on it
 
 
 def gated_norm(inputs: GatedNormInputs) -> Tensor:
@@ -66,12 +75,13 @@ class _GatedNorm(torch.autograd.Function):
         grad = last_side_by_side(grads[0])
         rows, length, channels = y_BLE.shape
         grad_y, grad_z, size = empty_in_order(y_BLE), empty_in_order(z_BLE), channels // ctx.groups
-        shares = min(SHARES, rows * length)
+        warps = _warps_of_group(size)
+        shares = min(max(1, programs_at_once(warps, RESIDENT_WARPS) // ctx.groups), rows * length)
         sums_SE = weight_E.new_empty(shares, channels, dtype=torch.float32)
         launch(
             _norm_backward, (shares, ctx.groups), *_read(y_BLE, z_BLE), weight_E, grad, *grad.stride()[:2],
             *_read(grad_y, grad_z), sums_SE, ctx.eps, rows, length, channels, size, power_of_2(size),
-            warps=_warps_of_group(size),
+            warps=warps, registers=80 if size <= WARP_VALUES * MOST_WARPS else 128,
         )  # fmt: skip
         return grad_y, grad_z, sums_SE.sum(0).to(weight_E.dtype), None, None
 
@@ -140,7 +150,7 @@ def _read(y_BLHP: Tensor, z_BLHP: Tensor) -> tuple[Any, ...]:
 
 
 def _warps_of_group(size: int) -> int:
-    return min(16, max(1, power_of_2(size) // WARP_VALUES))
+    return min(MOST_WARPS, max(1, power_of_2(size) // WARP_VALUES))
 
 
 def _heads_of_program(size: int) -> int:
@@ -189,7 +199,6 @@ def _norm_backward(
     length: int, channels: int, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     place, there = tl.program_id(1) * SIZE + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < SIZE
-    weight = tl.load(weight_ptr + place, there, 0.0).to(tl.float32)
     of_weight = tl.zeros((BLOCK,), tl.float32)
     for turn in range(tl.cdiv(rows * length - tl.program_id(0), tl.num_programs(0))):
         index = tl.program_id(0).to(tl.int64) + turn * tl.num_programs(0)
@@ -197,11 +206,12 @@ def _norm_backward(
         y, opened, slope = _gated(
             y_ptr + row * y_row + token * y_token, z_ptr + row * z_row + token * z_token, place, there
         )
+        v = y * opened
         grad = tl.load(grad_ptr + row * grad_row + token * grad_token + place, there, 0.0).to(tl.float32)
-        scale = 1.0 / tl.sqrt_rn(tl.sum(y * opened * y * opened, 0) / SIZE + eps)
-        normed, weighted = y * opened * scale, grad * weight
-        of_weight += grad * normed
-        grad_v = scale * (weighted - normed * (tl.sum(weighted * normed, 0) / SIZE))
+        scale = 1.0 / tl.sqrt_rn(tl.sum(v * v, 0) / SIZE + eps)
+        of_weight += grad * v * scale
+        weighted = grad * tl.load(weight_ptr + place, there, 0.0).to(tl.float32)
+        grad_v = scale * (weighted - v * (tl.sum(weighted * v, 0) * scale * scale / SIZE))
         tl.store(grad_y_ptr + row * grad_y_row + token * grad_y_token + place, grad_v * opened, there)
         tl.store(grad_z_ptr + row * grad_z_row + token * grad_z_token + place, grad_v * y * slope, there)
     tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * channels + place, of_weight, there)

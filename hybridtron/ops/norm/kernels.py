@@ -7,13 +7,14 @@ Or of a sum, s = x + added: y is the norm of s, and x and `added` have one gradi
 what reaches s past the norm. So s is not read again to be normed, and the norm's share is never stored. x and s may be
 wider than the rest, as a residual stream in fp32 beside bf16: their gradient is then stored in both types.
 
-A program takes whole rows, so that no sum over channels leaves it. Backward keeps x or s, w and one number a row. A
-fixed number of programs goes through the rows and adds up dw for its own; their sums are then added up in the order of
-the programs, so that the same call gives the same bits again.
+A program takes a tile of whole rows, so that no sum over channels leaves it: several rows where they are short, as
+those of a head. Backward keeps x or s, w and one number a row. As many programs as fit on a GPU at a time go through
+the tiles and add up dw for their own; their sums are then added up in the order of the programs, so that the same call
+gives the same bits again.
 
-Right on an H200 (benchmarks/gpu.md).
+Right on an H200 (benchmarks/gpu.md) when a program took one row at a time; its tiles have run in the interpreter alone.
 
-Legend: R rows (of any leading axes), D channels.
+Legend: R rows (of any leading axes), D channels, S programs of the backward pass.
 """
 
 from __future__ import annotations
@@ -26,79 +27,88 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.kernel_launch import launch, power_of_2
+from hybridtron.ops.kernel_launch import ceil_div, launch, power_of_2, programs_at_once
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 from hybridtron.ops.precision import narrower
 
-PROGRAMS = 264  # of the backward pass: two for each multiprocessor of an H100; the order of dw's sum depends on it
-WARP_VALUES = 512  # channels of a row for each warp
+TILE = 2048  # values of the rows that a program takes at a time, where one row is not longer
+WARP_VALUES = 256  # of a tile: 8 to a thread
+REGISTERS = 64  # of a thread, which hold what backward needs of 8 values
+RESIDENT_WARPS = 32  # of a multiprocessor, whose registers these are then
 
 
 @triton.jit
-def _mean(x_D: tl.tensor, channels: int) -> tl.tensor:
-    return tl.sum(x_D, axis=0) / channels  # pyrefly: ignore[bad-return, unsupported-operation]
+def _mean(x_RD: tl.tensor, channels: int) -> tl.tensor:
+    return tl.sum(x_RD, axis=1)[:, None] / channels  # pyrefly: ignore[bad-return, unsupported-operation]
 
 
 @triton.jit
 def _forward(
-    x_RD: tl.tensor,
-    added_RD: tl.tensor | None,
-    weight_D: tl.tensor,
-    sum_RD: tl.tensor | None,
-    y_RD: tl.tensor,
-    scale_R: tl.tensor,
+    x_ptr: tl.tensor,
+    added_ptr: tl.tensor | None,
+    weight_ptr: tl.tensor,
+    sum_ptr: tl.tensor | None,
+    y_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     eps: float,
+    rows: int,
     channels: int,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one row; where something is added, the norm is that of the sum as it is stored, which backward reads."""
-    row, channel_D = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    there_D = channel_D < channels
-    x_D = tl.load(x_RD + row * channels + channel_D, mask=there_D, other=0.0).to(tl.float32)
-    if added_RD is not None:
-        x_D += tl.load(added_RD + row * channels + channel_D, mask=there_D, other=0.0).to(tl.float32)
-        x_D = x_D.to(x_RD.dtype.element_ty).to(tl.float32)  # pyrefly: ignore[missing-attribute]
-        tl.store(sum_RD + row * channels + channel_D, x_D, mask=there_D)
-    scale = 1.0 / tl.sqrt_rn(_mean(x_D * x_D, channels) + eps)
-    weight_D = tl.load(weight_D + channel_D, mask=there_D, other=0.0).to(tl.float32)
-    tl.store(y_RD + row * channels + channel_D, x_D * scale * weight_D, mask=there_D)
-    tl.store(scale_R + row, scale)
+    """Of a tile; where something is added, the norm is that of the sum as it is stored, which backward reads."""
+    row_R, channel_D = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    there_RD = (row_R < rows)[:, None] & (channel_D < channels)[None, :]
+    at_RD = row_R[:, None] * channels + channel_D[None, :]
+    weight_D = tl.load(weight_ptr + channel_D, mask=channel_D < channels, other=0.0).to(tl.float32)
+    x_RD = tl.load(x_ptr + at_RD, mask=there_RD, other=0.0).to(tl.float32)
+    if added_ptr is not None:
+        x_RD += tl.load(added_ptr + at_RD, mask=there_RD, other=0.0).to(tl.float32)
+        x_RD = x_RD.to(x_ptr.dtype.element_ty).to(tl.float32)  # pyrefly: ignore[missing-attribute]
+        tl.store(sum_ptr + at_RD, x_RD, mask=there_RD)
+    scale_R1 = 1.0 / tl.sqrt_rn(_mean(x_RD * x_RD, channels) + eps)
+    tl.store(y_ptr + at_RD, x_RD * scale_R1 * weight_D[None, :], mask=there_RD)
+    tl.store(scale_ptr + row_R[:, None], scale_R1, mask=(row_R < rows)[:, None])
 
 
 @triton.jit
 def _backward(
-    x_RD: tl.tensor,
-    weight_D: tl.tensor,
-    dy_RD: tl.tensor,
-    dsum_RD: tl.tensor | None,
-    scale_R: tl.tensor,
-    dx_RD: tl.tensor,
-    dadded_RD: tl.tensor | None,
-    grad_weight_SD: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    dy_ptr: tl.tensor,
+    dsum_ptr: tl.tensor | None,
+    scale_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    dadded_ptr: tl.tensor | None,
+    grad_weight_ptr: tl.tensor,
     rows: int,
     channels: int,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of every row of this program's share."""
+    """Of every tile of this program's share; what it reads of one is asked for before anything is computed."""
     share, channel_D = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    there_D = channel_D < channels
-    weight_D = tl.load(weight_D + channel_D, mask=there_D, other=0.0).to(tl.float32)
-    grad_weight_D = tl.zeros([BLOCK], tl.float32)
-    for turn in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
-        row = share + turn * tl.num_programs(0)
-        at = row * channels
-        scale = tl.load(scale_R + row)
-        normed_D = tl.load(x_RD + at + channel_D, mask=there_D, other=0.0).to(tl.float32) * scale
-        dy_D = tl.load(dy_RD + at + channel_D, mask=there_D, other=0.0).to(tl.float32)
-        grad_weight_D += dy_D * normed_D
-        weighted_D = dy_D * weight_D
-        dx_D = scale * (weighted_D - normed_D * _mean(weighted_D * normed_D, channels))
-        if dsum_RD is not None:
-            dx_D += tl.load(dsum_RD + at + channel_D, mask=there_D, other=0.0).to(tl.float32)
-        tl.store(dx_RD + at + channel_D, dx_D, mask=there_D)
-        if dadded_RD is not None:
-            tl.store(dadded_RD + at + channel_D, dx_D, mask=there_D)
-    tl.store(grad_weight_SD + share * channels + channel_D, grad_weight_D, mask=there_D)
+    weight_D = tl.load(weight_ptr + channel_D, mask=channel_D < channels, other=0.0).to(tl.float32)
+    grad_weight_RD = tl.zeros([ROWS, BLOCK], tl.float32)
+    for turn in range(tl.cdiv(tl.cdiv(rows, ROWS) - tl.program_id(0), tl.num_programs(0))):
+        row_R = (share + turn * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
+        there_RD = (row_R < rows)[:, None] & (channel_D < channels)[None, :]
+        at_RD = row_R[:, None] * channels + channel_D[None, :]
+        scale_R1 = tl.load(scale_ptr + row_R[:, None], mask=(row_R < rows)[:, None], other=0.0)
+        x_RD = tl.load(x_ptr + at_RD, mask=there_RD, other=0.0)
+        dy_RD = tl.load(dy_ptr + at_RD, mask=there_RD, other=0.0)
+        past_RD = tl.zeros([ROWS, BLOCK], tl.float32)
+        if dsum_ptr is not None:
+            past_RD = tl.load(dsum_ptr + at_RD, mask=there_RD, other=0.0).to(tl.float32)
+        normed_RD, dy_RD = x_RD.to(tl.float32) * scale_R1, dy_RD.to(tl.float32)
+        grad_weight_RD += dy_RD * normed_RD
+        weighted_RD = dy_RD * weight_D[None, :]
+        dx_RD = scale_R1 * (weighted_RD - normed_RD * _mean(weighted_RD * normed_RD, channels)) + past_RD
+        tl.store(dx_ptr + at_RD, dx_RD, mask=there_RD)
+        if dadded_ptr is not None:
+            tl.store(dadded_ptr + at_RD, dx_RD, mask=there_RD)
+    grad_weight_D = tl.sum(grad_weight_RD, axis=0)
+    tl.store(grad_weight_ptr + share * channels + channel_D, grad_weight_D, mask=channel_D < channels)
 
 
 def rms_norm(inputs: RMSNormInputs) -> Tensor:
@@ -123,9 +133,10 @@ class _RMSNorm(torch.autograd.Function):
         channels, y = x.shape[-1], torch.empty_like(x, dtype=narrower(x.dtype, weight_D.dtype))
         rows = x.numel() // channels
         scale_R = x.new_empty(rows, dtype=torch.float32)
-        block, warps = _row(channels)
+        tile_rows, block, warps = tile(channels)
         tensors = (x, None if added is None else added.contiguous(), weight_D, summed, y, scale_R)
-        launch(_forward, (rows,), *tensors, eps, channels, block, warps=warps)
+        grid = (ceil_div(rows, tile_rows),)
+        launch(_forward, grid, *tensors, eps, rows, channels, tile_rows, block, warps=warps)
         ctx.save_for_backward(x if summed is None else summed, weight_D, scale_R)
         ctx.added_dtype = None if added is None else added.dtype
         return y if summed is None else (summed, y)
@@ -138,16 +149,18 @@ class _RMSNorm(torch.autograd.Function):
         *of_sum, dy = (grad.contiguous() for grad in grads)  # of the sum: what reaches it past the norm
         dx, channels, rows = torch.empty_like(x), x.shape[-1], len(scale_R)
         dadded = None if ctx.added_dtype in (None, x.dtype) else torch.empty_like(x, dtype=ctx.added_dtype)
-        shares = min(rows, PROGRAMS)
+        tile_rows, block, warps = tile(channels)
+        shares = min(ceil_div(rows, tile_rows), programs_at_once(warps, RESIDENT_WARPS))
         shares_SD = scale_R.new_empty(shares, channels)
-        block, warps = _row(channels)
         given = (x, weight_D, dy, of_sum[0] if of_sum else None, scale_R)
-        launch(_backward, (shares,), *given, dx, dadded, shares_SD, rows, channels, block, warps=warps)
+        sizes = (rows, channels, tile_rows, block)
+        launch(_backward, (shares,), *given, dx, dadded, shares_SD, *sizes, warps=warps, registers=REGISTERS)
         of_added = None if ctx.added_dtype is None else dx if dadded is None else dadded
         return dx, of_added, shares_SD.sum(0).to(weight_D.dtype), None
 
 
-def _row(channels: int) -> tuple[int, int]:
-    """The tile that holds a row, and the warps that share it."""
+def tile(channels: int) -> tuple[int, int, int]:
+    """The rows that a program takes at a time, the power of two that holds one, and the warps that share them."""
     block = power_of_2(channels)
-    return block, min(max(block // WARP_VALUES, 1), 16)
+    rows = max(1, TILE // block)
+    return rows, block, max(1, rows * block // WARP_VALUES)

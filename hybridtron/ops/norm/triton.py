@@ -1,6 +1,6 @@
 """Root-mean-square norm, and the same of a sum, by Triton kernels of our own (`kernels`).
 
-Right on an H200 (benchmarks/gpu.md).
+Right on an H200 (benchmarks/gpu.md) when a program took one row at a time; tiles have run in the interpreter alone.
 """
 
 from __future__ import annotations

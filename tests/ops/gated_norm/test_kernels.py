@@ -27,6 +27,7 @@ def four_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridtron.ops.gated_norm import kernels  # not above: imported again for the interpreter
 
     monkeypatch.setattr(kernels, "SHARES", 4)
+    monkeypatch.setattr(kernels, "programs_at_once", lambda *_: 4)
 
 
 def results(implementation: str, tensors: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
@@ -108,6 +109,10 @@ def test_tokens_first_and_a_gate_that_lies_beside_others() -> None:
 def shipped() -> None:
     """What is launched at the sizes of recipes."""
     with torch.device("meta"):
+        for channels, groups in ((1024, 1), (4096, 8), (5120, 1)):
+            y, z = (torch.empty(16, 2048, channels, dtype=torch.bfloat16, requires_grad=True) for _ in "yz")
+            weight = torch.empty(channels, requires_grad=True)
+            gated_norm.named("triton").function(GatedNormInputs(y, z, weight, groups, 1e-5)).sum().backward()
         for heads, dtype in ((24, torch.bfloat16), (64, torch.bfloat16), (24, torch.float32)):
             y, z = (torch.empty(2048, 16, heads, 64, dtype=dtype).transpose(0, 1).requires_grad_() for _ in range(2))
             scale, weight = torch.empty(16, 2048, heads).requires_grad_(), torch.empty(heads, 64, requires_grad=True)
@@ -123,3 +128,4 @@ def test_they_compile_for_a_hopper_gpu_without_spills() -> None:
     parts = {"_norm", "_squares", "_scale"}
     assert {launch.kernel for launch in launches} == parts | {f"{part}_backward" for part in parts}
     assert [fault for launch in launches for fault in launch.faults()] == []
+    assert all(launch.waves() == 1 for launch in launches if launch.kernel == "_norm_backward")

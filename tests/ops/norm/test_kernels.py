@@ -19,9 +19,11 @@ FP32 = 5e-7  # of a tensor's norm
 
 @pytest.fixture
 def four_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with one row of more than 16 channels at a time, or with several shorter ones."""
     from hybridtron.ops.norm import kernels  # not above: imported again for the interpreter
 
-    monkeypatch.setattr(kernels, "PROGRAMS", 4)
+    monkeypatch.setattr(kernels, "programs_at_once", lambda *_: 4)
+    monkeypatch.setattr(kernels, "TILE", 32)
 
 
 def results(form: str, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> list[Tensor]:
@@ -48,10 +50,11 @@ def test_any_number_of_rows_and_channels(shape: tuple[int, ...]) -> None:
     assert_right(torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape), FP32, eps=0.1)
 
 
-@pytest.mark.parametrize("rows", [7, 12])
+@pytest.mark.parametrize("channels", [7, 8, 24])
+@pytest.mark.parametrize("rows", [3, 12, 37])
 @pytest.mark.usefixtures("four_programs")
-def test_more_rows_than_programs(rows: int) -> None:
-    assert_right(torch.randn(rows, 8), torch.randn(8), torch.randn(rows, 8), FP32)
+def test_fewer_rows_than_programs_and_more(rows: int, channels: int) -> None:
+    assert_right(torch.randn(rows, channels), torch.randn(channels), torch.randn(rows, channels), FP32)
 
 
 def test_eps_counts_where_a_row_is_small() -> None:
@@ -167,7 +170,7 @@ def shipped() -> None:
     """Forward and backward of rows from those of a tiny model to the longest that are taken."""
     norm, summing = rms_norm.named("triton").function, add_rms_norm.named("triton").function
     for dtype in (torch.bfloat16, torch.float32):
-        for channels in (64, 2304, MAX_CHANNELS):
+        for channels in (64, 96, 192, 1024, 2304, MAX_CHANNELS):
             x = torch.empty(8192, 8, channels, dtype=dtype, device="meta", requires_grad=True)
             weight = torch.empty(channels, device="meta", requires_grad=True)
             y = norm(RMSNormInputs(x, weight, 1e-5))
@@ -185,6 +188,7 @@ def test_what_is_shipped_fits_an_h100() -> None:
     launches, buffers = compile_calls(__name__, "shipped")
     assert {launch.kernel for launch in launches} == {"_forward", "_backward"}
     assert [fault for launch in launches for fault in launch.faults()] == []
+    assert all(launch.waves() == 1 for launch in launches if launch.kernel == "_backward")
     assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
     assert max(buffers) == 8192 * 8 * MAX_CHANNELS
 

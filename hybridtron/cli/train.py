@@ -1,6 +1,6 @@
 """usage: hybridtron train [recipe=NAME] [key=value ...]
 
-  recipe=NAME       what to train; the default is laptop
+  recipe=NAME       what to train; the default is laptop. recipe=./mine.yaml is a file of your own
   run.dir=FOLDER    where the run is written; a run found there resumes from its newest checkpoint
   run.max_steps=N   stop early
   run.plan=true     print the phases, what they read and what they cost, and end

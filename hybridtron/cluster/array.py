@@ -25,6 +25,7 @@ from hybridtron.cluster.problems import (
 from hybridtron.cluster.scheduler import SlurmError
 from hybridtron.cluster.submit import copy_code, notes_of, under_way
 from hybridtron.cluster.variables import wanted_variables
+from hybridtron.config.load import carried
 from hybridtron.config.schema import Config
 from hybridtron.data import mixture_spec
 from hybridtron.problems import ConfigError, Problem, Unusable
@@ -55,7 +56,7 @@ def arrays_of(sweep: Sweep, folder: Folder, config: Config) -> list[ArrayJob]:
     root = Folder(folder.path.absolute())
     for run in sweep.runs:
         if not folder.is_finished(run.name):
-            stages.setdefault(_stage(run, runs), {})[run.name] = root.settings(run)
+            stages.setdefault(_stage(run, runs), {})[run.name], _ = carried(root.settings(run))
     return [
         ArrayJob(_job_of(root.path, f"{folder.path.name}-{stage + 1}", config), elements)
         for stage, elements in sorted(stages.items())
@@ -153,7 +154,8 @@ def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str
             raise Unusable(obstacle)
         folder.record(sweep)
         notes.parent.mkdir(exist_ok=True)
-        copy_code(folder.path / "code")
+        _, files = carried([setting for run in sweep.runs for setting in run.settings])
+        copy_code(folder.path / "code", list(dict.fromkeys(files)))
         for array in arrays:
             write_whole(array.script_path, script(array))
             jobs.append(scheduler.submit(array.script_path, jobs[-1] if jobs else None))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtron.config.cluster import ClusterConfig, Runtime
+from hybridtron.config.outside import OutsideFile
 
 PLAIN = re.compile(r"[\w.,:@/+=\[\]-]+", re.ASCII)
 SCRIPTS = Path(__file__).parent
@@ -30,6 +31,7 @@ class SlurmJob:
     fitting: tuple[int, ...]  # numbers of nodes that the layout can be shared out over and that will do, in order
     patience: int  # seconds that the other ranks get to end when one has ended
     cluster: ClusterConfig
+    files: tuple[OutsideFile, ...] = ()  # the user's, by whose names `arguments` call them: code/ gets them
 
     @property
     def script_path(self) -> Path:

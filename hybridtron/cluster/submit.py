@@ -1,9 +1,9 @@
 """Submit a run to SLURM: hybridtron submit recipe=samba_421m cluster=h100_infiniband nodes=8 [key=value ...]
 
 It takes the arguments of `hybridtron train`, and `nodes=N`. Everything that can be known beforehand is checked first,
-and all problems are reported together. Then the run's folder gets the code as it is now (code/), the resolved
-configuration (config.yaml) and the job's script (slurm/job.sh), and the script is submitted. The same command for the
-same folder resumes its run.
+and all problems are reported together. Then the run's folder gets the code as it is now (code/, with the configuration
+files of the user's own), the resolved configuration (config.yaml) and the job's script (slurm/job.sh), and the script
+is submitted. The same command for the same folder resumes its run.
 
     --dry-run    print the script, write and submit nothing; absent data is then a warning
     --chain K    K jobs, each after the one before; those that find the run finished end at once
@@ -41,7 +41,8 @@ from hybridtron.cluster.variables import wanted_variables
 from hybridtron.config.check import check, warnings
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.cluster import LostNode
-from hybridtron.config.load import choices_of, load, to_yaml
+from hybridtron.config.load import carried, choices_of, load, to_yaml
+from hybridtron.config.outside import OutsideFile, copy_into, own_folder
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.data import mixture_spec
@@ -90,7 +91,7 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     try:
         config = load(kept)
     except ConfigError as error:
-        raise ConfigError([*found, *(_with_list(problem) for problem in error.problems)]) from None
+        raise ConfigError([*found, *error.problems]) from None
     config.run.dir = str(Path(config.run.dir).absolute())
     job = job_of(config, kept, nodes)
     found += check(config, nodes * config.cluster.processes)
@@ -113,15 +114,17 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
         cluster = replace(cluster, environment=wanted_variables(config.parallel) | cluster.environment)
     fewer = range(1, nodes) if cluster.on_lost_node is LostNode.smaller and cluster.processes >= 1 else ()
     phases = resolve(config)
+    arguments, files = carried(settings)
     fitting = [n for n in fewer if not any(any(parallel_problems(one, n * cluster.processes)) for one in phases)]
     return SlurmJob(
         run_dir=Path(config.run.dir),
         working_dir=Path.cwd(),
         name=config.run.name,
-        arguments=(*(one for one in settings if not one.startswith("run.dir=")), f"run.dir={config.run.dir}"),
+        arguments=(*(one for one in arguments if not one.startswith("run.dir=")), f"run.dir={config.run.dir}"),
         fitting=(*fitting, nodes),
         patience=math.ceil(config.run.timeout) + 60,
         cluster=cluster,
+        files=tuple(files),
     )
 
 
@@ -165,20 +168,24 @@ def write_run_folder(config: Config, job: SlurmJob) -> None:
     """The code, the configuration and the script."""
     (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
     (job.run_dir / "logs").mkdir(exist_ok=True)
-    copy_code(job.run_dir / "code")
+    copy_code(job.run_dir / "code", job.files)
     (job.run_dir / "config.yaml").write_text(to_yaml(config))
     job.script_path.write_text(script(job))
     readable = stat.S_IMODE(job.script_path.stat().st_mode)  # as the umask left it
     job.script_path.chmod(readable | (readable & 0o444) >> 2)  # users who may read it may run it
 
 
-def copy_code(target: Path) -> None:
-    """This package, with configs/ inside it as in a wheel, and the file that says what it requires, if there is one."""
+def copy_code(target: Path, files: Sequence[OutsideFile]) -> None:
+    """This package, with configs/ inside it as in a wheel, and the file that says what it requires, if there is one.
+
+    configs/ gets the user's files too, those beside the work and the ones given: what is edited later changes no job.
+    """
     temporary = target.with_name(".code.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
     shutil.copytree(PACKAGE, temporary / PACKAGE.name, ignore=ignored)
     shutil.copytree(shipped("configs"), temporary / PACKAGE.name / "configs", dirs_exist_ok=True)
+    copy_into(temporary / PACKAGE.name / "configs", own_folder(shipped("configs")), files)
     if PROJECT.is_file():
         shutil.copy2(PROJECT, temporary)
     shutil.rmtree(target, ignore_errors=True)
@@ -209,13 +216,6 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.rstrip() if done.returncode == 0 else None
-
-
-def _with_list(problem: Problem) -> Problem:
-    """An unknown cluster is reported with a list of all."""
-    if problem.key != "cluster" or _clusters() in problem.message:
-        return problem
-    return Problem(problem.key, f"{problem.message}; have: {_clusters()}")
 
 
 def _clusters() -> str:

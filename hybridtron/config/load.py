@@ -1,37 +1,50 @@
 """From the command line to a typed `Config`: Hydra composes the groups, then each `key=value` overrides a value.
 
-`group=name` (such as `recipe=samba_421m`) goes to Hydra. `model=name` replaces the model by that of another recipe, so
-that a model is written down once, with the run that trains it. Values are set here, one by one, so that all mistakes
-are reported together, each with the key that was probably meant. What a recipe takes from the checkpoint that
-`run.weights` names is resolved by `weights.py`. Nothing in this file needs torch.
+`group=name` (such as `recipe=samba_421m`) goes to Hydra, as do files of the user's own (`outside.py`). `model=name`
+replaces the model by that of another recipe, so that a model is written down once, with the run that trains it. Values
+are set here, one by one, so that all mistakes are reported together, each with the key that was probably meant. What a
+recipe takes from the checkpoint that `run.weights` names is resolved by `weights.py`. Nothing in this file needs torch.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, StringNode
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from hybridtron.config import weights
-from hybridtron.config.mistakes import node_of, not_a_value, not_settings, unknown_key, unresolved, wrong_value
+from hybridtron.config.composed import composed_of, model_of
+from hybridtron.config.mistakes import (
+    node_of,
+    not_a_value,
+    not_settings,
+    unknown_key,
+    unresolved,
+    without_spaces,
+    wrong_value,
+)
+from hybridtron.config.outside import (
+    Choice,
+    OutsideFile,
+    chosen,
+    groups_of,
+    is_path,
+    own_folder,
+)
 from hybridtron.config.saved import leaves, read_saved, secrets_from_environment
-from hybridtron.config.schema import Config, ModelConfig
-from hybridtron.problems import ConfigError, Problem, did_you_mean
+from hybridtron.config.schema import Config
+from hybridtron.problems import ConfigError, Problem
 from hybridtron.shipped import shipped
 
 # Thirty times as quick in C, which a PyYAML that was built from source may lack.
@@ -39,24 +52,31 @@ _Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),),
 
 ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a keyword of Python's can't name a field
 CONFIGS = shipped("configs")
+NO_NAME = ": write `run: {name: NAME}` into the recipe, or give run.name=NAME; the run's folder is called so"
 RENAMED = {"of_weights": "from_checkpoint"}  # former names of choices
 
 
 def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     """Compose what the arguments ask for. Raises ConfigError with every unknown key and ill-typed value."""
-    groups = {p.name for p in configs.iterdir() if p.is_dir()}
-    found = list(not_settings(arguments))
+    groups = groups_of(configs)
+    arguments, found = without_spaces(arguments)
+    found += not_settings(arguments, lambda text: _recipe_meant(configs, text))
     settings = [argument.partition("=") for argument in arguments if argument.find("=") > 0]
     named = [(ALIASES.get(key, key), value) for key, _, value in settings]
-    choices = [(key, RENAMED.get(value, value)) for key, value in named if key in groups]
     values = [(key, value) for key, value in named if key not in groups]
-    found += [p for group, name in choices if (p := _unknown_choice(configs, group, name))]
+    choices: list[Choice] = []
+    for group, name in named:
+        if group in groups:
+            try:
+                choices.append(chosen(group, RENAMED.get(name, name), _known(group, configs)))
+            except ConfigError as error:
+                found += error.problems
     if found:
         raise ConfigError(found)
-    composed = _composed(configs, [f"{group}={name}" for group, name in choices if group != "model"])
-    for group, name in choices:
-        if group == "model":
-            composed.model = _model(configs, name)
+    composed = composed_of(configs, [choice for choice in choices if choice.group != "model"])
+    for choice in choices:
+        if choice.group == "model":
+            composed.model = model_of(configs, choice)
     # run.weights comes first, wherever it stands on the command line: the recipe takes values from that checkpoint, and
     # the other arguments may override what came from there.
     of_checkpoint = [value for key, value in values if key == weights.KEY]
@@ -70,6 +90,20 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     if missing := weights.unknown(composed):  # nothing that hangs on them can be looked up
         raise ConfigError([*found, *missing])
     return _typed(composed, [*found, *secrets_from_environment(composed)])
+
+
+def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str], list[OutsideFile]]:
+    """The files that settings name by their paths, and the settings for where configs/ has these by their names."""
+    kept: list[str] = []
+    files: list[OutsideFile] = []
+    for setting in settings:
+        group, _, name = setting.partition("=")
+        file = (
+            chosen(group, RENAMED.get(name, name), _known(group, configs)).file if group in groups_of(configs) else None
+        )
+        kept.append(f"{group}={file.name}" if file else setting)
+        files += [file] if file else []
+    return kept, files
 
 
 def load_saved(path: Path) -> Config:
@@ -117,41 +151,18 @@ def choices_of(group: str, configs: Path = CONFIGS) -> list[str]:
     return sorted({*files, *(recipes if group == "model" else ())})
 
 
-def _model(configs: Path, name: str) -> DictConfig:
-    """The model of a recipe, or of a file of its own."""
-    if (file := configs / "model" / f"{name}.yaml").is_file():
-        model = OmegaConf.structured(ModelConfig)
-        model.merge_with(OmegaConf.load(file))
-        return model
-    return _composed(configs, [f"recipe={name}"]).model
+def _known(group: str, configs: Path) -> list[str]:
+    """The names of a group, those of the user's configs/ too."""
+    own = own_folder(configs)
+    return sorted({*choices_of(group, configs), *(choices_of(group, own) if own else ())})
 
 
-def _unknown_choice(configs: Path, group: str, name: str) -> Problem | None:
-    names = choices_of(group, configs)
-    if name in names:
-        return None
-    return Problem(group, f"has no {name!r}{did_you_mean(name, names) or '; have: ' + ', '.join(names)}")
-
-
-def _composed(configs: Path, choices: list[str]) -> DictConfig:
-    """A copy of what Hydra composes: that takes 0.15 s, and sweeps and suites ask for the same again and again."""
-    files = sorted((str(p), (found := p.stat()).st_mtime_ns, found.st_size) for p in configs.rglob("*.yaml"))
-    return pickle.loads(_composed_once(configs.absolute(), tuple(choices), tuple(files)))
-
-
-@lru_cache(maxsize=256)
-def _composed_once(configs: Path, choices: tuple[str, ...], files: tuple[tuple[str, int, int], ...]) -> bytes:
-    """Pickled, as that is quicker to copy. `files` are those that Hydra may read: an edited one is read again."""
-    ConfigStore.instance().store("schema", Config)
-    weights.register()
-    try:
-        with initialize_config_dir(str(configs), version_base=None):
-            return pickle.dumps(compose("config", list(choices)))
-    except MissingConfigException as error:
-        raise ConfigError([Problem("recipe", str(error).splitlines()[0])]) from error
-    except (HydraException, yaml.YAMLError) as error:
-        messages = [line for line in str(error).splitlines() if "_type=" not in line]
-        raise ConfigError([Problem("recipe", "does not compose: " + "\n".join(messages))]) from error
+def _recipe_meant(configs: Path, text: str) -> str | None:
+    """The recipe that an argument names which is not of the form key=value."""
+    if is_path(text) and (path := Path(text).absolute()).is_file():
+        inside = path.is_relative_to(folder := (configs / "recipe").absolute())
+        return path.relative_to(folder).with_suffix("").as_posix() if inside else text
+    return text if text in _known("recipe", configs) else None
 
 
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
@@ -237,6 +248,9 @@ def _unusable(config: Any) -> Iterator[Problem]:
     """Keys without a value, and numbers that are not finite: nan slips through every rule of the form `x <= 0`."""
     for key, parent, name in leaves(config):
         if OmegaConf.is_missing(parent, name):
-            yield Problem(key, "must be set")
-        elif isinstance(value := parent[name], float) and not math.isfinite(value):
-            yield Problem(key, f"is {value}, must be a finite number")
+            yield Problem(key, "must be set" + (NO_NAME if key == "run.name" else ""))
+            continue
+        with suppress(InterpolationToMissingValueError):  # what it leads to is reported itself
+            value = parent[name]
+            if isinstance(value, float) and not math.isfinite(value):
+                yield Problem(key, f"is {value}, must be a finite number")

@@ -7,7 +7,7 @@ A wrong key is answered with the closest known one: first below the same parent,
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -29,17 +29,48 @@ NAMES_ELSEWHERE = {
 }
 
 
-def not_settings(arguments: Sequence[str]) -> Iterator[Problem]:
-    """The arguments that are not key=value, with options in the form of most programs: `--recipe samba_421m`."""
+CONFIG_OPTIONS = ("config", "config_dir", "config_file", "config_name", "config_path")  # of other programs
+
+
+def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """The arguments without those that spaces cut apart, `recipe = laptop`, each of which is a problem."""
+    left = list(arguments)
+    found = []
+    at = 1
+    while at < len(left):
+        key, value = left[at - 1], left[at]
+        whole = "=" not in key.removesuffix("=") and "=" not in value.removeprefix("=") and not value.startswith("-")
+        if whole and value == "=" and at + 1 < len(left):
+            pieces = [key, value, left[at + 1]]
+        elif whole and value != "=" and (value.startswith("=") or key.endswith("=")):
+            pieces = [key, value]
+        else:
+            at += 1
+            continue
+        del left[at - 1 : at - 1 + len(pieces)]
+        found.append(Problem(" ".join(pieces), f"has spaces: write {''.join(pieces)}"))
+    return left, found
+
+
+def not_settings(arguments: Sequence[str], recipe_meant: Callable[[str], str | None]) -> Iterator[Problem]:
+    """The arguments that are not key=value, with options in the form of most programs: `--recipe samba_421m`.
+
+    `recipe_meant` says which recipe an argument names, if it names one: `laptop`, `configs/recipe/laptop.yaml`.
+    """
     taken = None
     for argument, following in zip_longest(arguments, arguments[1:]):
         key, equals, value = argument.partition("=")
         name = key.lstrip("-").replace("-", "_")
         if key.startswith("-") and name:
             taken = following if not equals and following is not None and "=" not in following else None
+            if name in CONFIG_OPTIONS:
+                cure = "name a file of your own by its path, recipe=./mine.yaml, or put it into configs/recipe/ here"
+                yield Problem(argument, f"is no option: {cure}")
+                continue
             yield Problem(argument, f"is not of the form key=value: write {name}={value or taken or 'VALUE'}")
         elif not (key and equals) and argument is not taken:
-            yield Problem(argument, "is not of the form key=value")
+            meant = recipe_meant(argument)
+            yield Problem(argument, "is not of the form key=value" + (f": write recipe={meant}" if meant else ""))
 
 
 def unknown_key(config: DictConfig, key: str) -> Problem | None:
@@ -55,6 +86,7 @@ def unknown_key(config: DictConfig, key: str) -> Problem | None:
             node = node._get_node(name)
         else:
             names = [str(n) for n in node] if isinstance(node, DictConfig) else []
+            names = names if depth else ["recipe", *names]  # a group, and no section
             known = f"; it has: {', '.join(names)}" if names else " below it"
             return Problem(key, f"{where} has no {name!r}{_meant(config, parts[-1], name, names)}{known}")
     return None

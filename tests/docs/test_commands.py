@@ -106,6 +106,8 @@ def workplace(a_run: Path, counting_folder: Path, tmp_path: Path, monkeypatch: p
         shutil.copytree(a_run, tmp_path / "runs" / name)
     for name in ("books", "slimpajama"):
         shutil.copytree(counting_folder, tmp_path / "data" / name)
+    shutil.copy(CONFIGS / "recipe/laptop.yaml", tmp_path / "mine.yaml")
+    shutil.copy(CONFIGS / "cluster/h100.yaml", tmp_path / "ours.yaml")
     (tmp_path / "tokenizers" / "llama").mkdir(parents=True)
     tokenizer = Tokenizer.from_file(str(counting_folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["</s>"])

@@ -1,0 +1,177 @@
+"""Configuration files of a user's own, beside those of the package.
+
+`recipe=./mine.yaml` names a file by its path. `recipe=mine` may be `configs/recipe/mine.yaml` of the folder that a
+command is called in: recipe/, cluster/, data/ ... there hold further names of these groups. A name that the package has
+with another text is refused where it would be used. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridtron.problems import ConfigError, Problem, did_you_mean
+from hybridtron.regular_files import read_regular
+from hybridtron.shipped import shipped
+
+OWN = Path("configs")
+COMPLETE = "complete.txt"
+"""In a copy of configs/ that has the user's files too, as the code of a job: no other folder is read then."""
+
+GREATEST = 2**20  # bytes
+NEAREST = 5
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class OutsideFile:
+    """A file that an argument names by its path."""
+
+    group: str
+    path: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """A name in its group that only this text has."""
+        stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(self.path).stem)
+        return f"{stem}-{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
+
+    @property
+    def node(self) -> Any:
+        """Its keys, with the files that it builds on still to be looked up."""
+        return OmegaConf.load(StringIO(self.text))
+
+    @property
+    def package(self) -> str:
+        """Where its keys stand: a recipe's in the whole configuration, those of other groups in their section."""
+        written = _PACKAGE.search(self.text)
+        return written[1] if written else "_global_" if self.group == "recipe" else self.group
+
+
+def own_folder(configs: Path) -> Path | None:
+    """The user's configs/ beside the package's, unless that is the same, or has all of it already."""
+    own = OWN.absolute()
+    if configs != shipped("configs") or (configs / COMPLETE).exists() or not own.is_dir() or own.samefile(configs):
+        return None
+    return own
+
+
+def groups_of(configs: Path) -> list[str]:
+    """The groups of the package: recipe, cluster, data, ..."""
+    return sorted(path.name for path in configs.iterdir() if path.is_dir())
+
+
+def files_of(folder: Path, group: str) -> list[str]:
+    """The names of a group that have a file in this folder."""
+    found = (path for path in (folder / group).rglob("*.yaml") if path.is_file())
+    return sorted(path.relative_to(folder / group).with_suffix("").as_posix() for path in found)
+
+
+def is_path(name: str) -> bool:
+    """Whether a choice is a file and not a name: `./mine.yaml`."""
+    return name.endswith((".yaml", ".yml")) or name.startswith(("./", "../", "/", "~"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a group is set to: a name, and the file that it stands for where that was named by a path."""
+
+    group: str
+    name: str
+    file: OutsideFile | None = None
+
+
+def chosen(group: str, value: str, names: Sequence[str]) -> Choice:
+    """What `group=value` chooses, where the group has these names. Raises ConfigError with what would work."""
+    if value in names:
+        return Choice(group, value)
+    if not is_path(value):
+        raise ConfigError([unknown_name(group, value, names)])
+    file = outside_file(group, value, names)
+    return Choice(group, f"path-{file.name}", file)  # a copy of configs/ may have this name without it
+
+
+def quoted(text: str) -> str:
+    """A text as Hydra's grammar takes it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
+    """The file at a path. `names` are those of the group. Raises ConfigError where it holds no configuration."""
+    try:
+        text = read_regular(Path(path).expanduser(), GREATEST).decode()
+        file = OutsideFile("recipe" if group == "model" else group, path, text)
+        keys = file.node
+    except (FileNotFoundError, NotADirectoryError):
+        near = f"{path}.yaml" if Path(f"{path}.yaml").is_file() else Path(path).stem
+        hint = did_you_mean(near, [near] if near != Path(path).stem else names)
+        raise ConfigError([Problem(group, f"names {path}, and there is no such file{hint}")]) from None
+    except (OSError, ValueError, RuntimeError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError([Problem(group, f"{path} can't be read: {error}")]) from error
+    if not isinstance(keys, DictConfig) or not keys:
+        raise ConfigError([Problem(group, f"{path} holds no keys, such as `model:` or `run:`")])
+    return file
+
+
+def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
+    """A name that neither the package nor the user's configs/ has, with the nearest."""
+    near = difflib.get_close_matches(name, names, NEAREST, cutoff=0)
+    known = f"have: {', '.join(names)}" if len(names) <= NEAREST else f"nearest: {', '.join(near)}"
+    path = next((path for path in (f"./{name}", f"./{name}.yaml") if Path(path).is_file()), "./NAME.yaml")
+    meant = did_you_mean(name, names)
+    return Problem(group, f"has no {name!r}{meant}; {known}; or a file of your own: {group}={path}")
+
+
+def clashes(configs: Path, own: Path, choices: Mapping[str, str]) -> Iterator[Problem]:
+    """Files of the user's that have the name of another one of the package's, where either may be meant.
+
+    That is so where such a name was chosen, or any file of the user's, which may build on them.
+    """
+    twice = {
+        (group, name)
+        for group in groups_of(configs)
+        for name in files_of(own, group)
+        if (shipped := configs / group / f"{name}.yaml").is_file()
+        and shipped.read_bytes() != (own / group / f"{name}.yaml").read_bytes()
+    }
+    builds = any(_is_there(own, *one) and not _is_there(configs, *one) for one in choices.items())
+    for group, name in sorted(twice if builds else twice & set(choices.items())):
+        file = OWN / group / f"{name}.yaml"
+        yield Problem(group, f"has two {name!r}: {file} and hybridtron's own, which differ: rename the former")
+
+
+def _is_there(folder: Path, group: str, name: str) -> bool:
+    return (folder / group / f"{name}.yaml").is_file()
+
+
+def without_package(folders: Collection[Path]) -> list[Path]:
+    """Recipes that lack the line which makes their keys those of the whole configuration."""
+    recipes = (folder / "recipe" / f"{name}.yaml" for folder in folders for name in files_of(folder, "recipe"))
+    return [recipe for recipe in recipes if not _PACKAGE.search(recipe.read_text(errors="replace"))]
+
+
+def copy_into(configs: Path, own: Path | None, files: Collection[OutsideFile]) -> None:
+    """Add the user's files to a copy of the package's configs/, which is complete then."""
+    for group in groups_of(configs):
+        for source in (own / group / f"{name}.yaml" for name in files_of(own, group)) if own else ():
+            target = configs / source.relative_to(own)
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(source.read_bytes())
+    for file in files:
+        head = "" if _PACKAGE.search(file.text) else f"# @package {file.package}\n"
+        (configs / file.group / f"{file.name}.yaml").write_text(head + file.text)
+    lines = [f"{file.group}={file.name}: {Path(file.path).absolute()}" for file in files]
+    (configs / COMPLETE).write_text("\n".join(["The package's files and the user's.", *lines, ""]))

@@ -1,0 +1,171 @@
+"""Configuration files of the user's: named by their paths, and in a configs/ beside the work."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtron.cluster.submit import copy_code
+from hybridtron.config.load import CONFIGS, carried, choices_of, load, to_yaml
+from hybridtron.config.outside import COMPLETE
+from hybridtron.problems import ConfigError
+
+HEAD = "# @package _global_\n"
+MINE = """
+defaults:
+  - /recipe/laptop
+  - override /cluster: CLUSTER
+  - _self_
+model:
+  width: 96
+run:
+  name: mine
+"""
+CLUSTER = """
+defaults:
+  - h100
+  - _self_
+name: ours
+peak_tflops: 123
+"""
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A folder to work in, which a quote and a space are part of."""
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def refusal(*arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("named", ["./mine.yaml", "mine.yaml", "{work}/mine.yaml"])
+@pytest.mark.parametrize("head", ["", HEAD])
+def test_a_recipe_by_its_path(work, named, head):
+    write(work / "mine.yaml", head + MINE.replace("CLUSTER", "h100"))
+    config = load([f"recipe={named.format(work=work)}", "phases.0.lr=1e-4"])
+    beside = load(["recipe=laptop", "cluster=h100", "model.width=96", "run.name=mine", "phases.0.lr=1e-4"])
+    assert config == beside
+
+
+def test_a_cluster_and_a_model_by_their_paths(work):
+    write(work / "ours.yaml", CLUSTER)
+    write(work / "mine.yaml", MINE.replace("CLUSTER", "local"))
+    config = load(["recipe=samba_421m", "cluster=./ours.yaml", "model=./mine.yaml"])
+    assert (config.cluster.name, config.cluster.peak_tflops, config.cluster.memory_gb) == ("ours", 123, 80)
+    assert config.model == load(["recipe=laptop", "model.width=96"]).model
+    assert config.phases == load(["recipe=samba_421m"]).phases
+
+
+def test_an_edited_file_is_read_again(work):
+    file = write(work / "mine.yaml", MINE.replace("CLUSTER", "h100"))
+    assert load(["recipe=./mine.yaml"]).model.width == 96
+    file.write_text(file.read_text().replace("96", "64"))
+    assert load(["recipe=./mine.yaml"]).model.width == 64
+
+
+def test_a_folder_beside_the_work_holds_further_names(work):
+    write(work / "configs/recipe/mine.yaml", HEAD + MINE.replace("CLUSTER", "ours"))
+    write(work / "configs/recipe/deep/mine.yaml", HEAD + "defaults: [/recipe/mine, _self_]\nmodel: {width: 64}\n")
+    write(work / "configs/cluster/ours.yaml", CLUSTER)
+    write(work / "configs/config.yaml", "defaults: [no_such]\n")  # another program's
+    config = load(["recipe=mine"])
+    assert (config.model.width, config.cluster.peak_tflops) == (96, 123)
+    config = load(["recipe=deep/mine", "model=mine"])
+    assert (config.model.width, config.run.name) == (96, "mine")
+    assert "mine" not in choices_of("recipe")  # the package's own, which suites go through
+    assert "did you mean mine?" in refusal("recipe=mime")
+    assert load(["recipe=laptop"]) == load(["recipe=laptop"], CONFIGS)
+
+
+def test_a_name_of_the_package_with_another_text_is_refused(work):
+    write(work / "configs/recipe/mine.yaml", HEAD + MINE.replace("CLUSTER", "h100"))
+    own = write(work / "configs/cluster/h100.yaml", (CONFIGS / "cluster/h100.yaml").read_text())
+    assert load(["recipe=mine"]).cluster.peak_tflops == 989  # a copy of the same text may lie there
+    own.write_text("name: h100\npeak_tflops: 1\n")
+    for chosen in ("recipe=mine", "recipe=samba_421m", "cluster=h100"):
+        assert "configs/cluster/h100.yaml and hybridtron's own, which differ: rename" in refusal(chosen)
+    assert load(["recipe=laptop"]).cluster.name == "local"
+
+
+@pytest.mark.parametrize("recipe", [MINE.replace("CLUSTER", "h100"), "model: {width: 96}\n"])
+def test_a_recipe_lacks_its_first_line(work, recipe):
+    write(work / "configs/recipe/mine.yaml", recipe)
+    said = refusal("recipe=mine")
+    assert "write `# @package _global_` as line 1 of" in said
+    assert str(work / "configs/recipe/mine.yaml") in said
+
+
+def test_a_recipe_lacks_a_name(work):
+    write(work / "mine.yaml", "model: {pattern: M, layers: {M: {kind: mamba}}}\nphases: [{seq_len: 8}]\n")
+    said = refusal("recipe=./mine.yaml")
+    assert "run.name" in said
+    assert "write `run: {name: NAME}` into the recipe" in said
+    assert "phases.0.tokens" in said  # all that is missing at once
+    assert "run.dir" not in said
+    assert "MissingMandatoryValue" not in said
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("recipe=./none.yaml", "there is no such file"),
+        ("recipe=./there", "did you mean ./there.yaml?"),
+        ("recipe=there", "recipe=./there.yaml"),
+        ("recipe=laptop.yaml", "did you mean laptop?"),
+        ("recipe=./list.yaml", "holds no keys"),
+        ("recipe=./empty.yaml", "holds no keys"),
+        ("recipe=./torn.yaml", "./torn.yaml can't be read"),
+        ("recipe=./bytes.yaml", "./bytes.yaml can't be read"),
+        ("recipe=.", "has no '.'"),
+        ("recipe=./", "./ can't be read: not a regular file"),
+        ("recipe=/dev/zero", "not a regular file"),
+        ("recipe=./wrong.yaml", "In './wrong.yaml': ConfigKeyError"),
+        ("recipe=./builds.yaml", "In './builds.yaml': Could not load 'recipe/no_such'"),
+        ("recipe=samba_421", "nearest: samba_421m, samba_span_421m, "),
+    ],
+)
+def test_files_that_do_not_work(work, argument, says):
+    write(work / "there.yaml", "")
+    write(work / "list.yaml", "- 1\n")
+    write(work / "empty.yaml", "# nothing\n")
+    write(work / "torn.yaml", "model: {width: 1\n")
+    (work / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    write(work / "wrong.yaml", "model: {widht: 1}\n")
+    write(work / "builds.yaml", "defaults: [/recipe/no_such]\n")
+    said = refusal(argument)
+    assert says in said
+    assert len(said) < 600
+
+
+def test_a_job_gets_the_files_of_the_user(work):
+    """What is edited after a run was submitted changes nothing, and no other folder is read."""
+    write(work / "mine.yaml", MINE.replace("CLUSTER", "ours"))
+    cluster = write(work / "configs/cluster/ours.yaml", CLUSTER)
+    settings = ["recipe=./mine.yaml", "phases.0.lr=1e-4", "model=./mine.yaml"]
+    before = load(settings)
+    renamed, files = carried(settings)
+    copy_code(work / "run/code", files)
+    (work / "mine.yaml").unlink()
+    cluster.write_text("name: edited\n")
+    copied = work / "run/code/hybridtron/configs"
+    assert load(renamed, copied) == before
+    assert str(work / "mine.yaml") in (copied / COMPLETE).read_text()
+
+
+@pytest.mark.parametrize("recipe", ["laptop_phases", "samba_3.8b", "zamba2_1.2b_span"])
+def test_a_saved_configuration_is_a_recipe(work, recipe):
+    config = load([f"recipe={recipe}"])
+    write(work / "runs/x/config.yaml", to_yaml(config))
+    assert load(["recipe=runs/x/config.yaml"]) == config

@@ -64,7 +64,7 @@ OWNERS = {
     "lm_eval": "evaluate/harness.py",
     "rouge_score": "evaluate/harness_tasks.py",  # comes with lm_eval, and so does the next
     "datasets": "evaluate/harness_tasks.py",
-    "jinja2": "data/prepare/chat.py",
+    "jinja2": "data/prepare/template_program.py",
     # kernels of our own
     "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/gate_kernels.py ops/*/kernels*.py ops/*/triton.py",
 }

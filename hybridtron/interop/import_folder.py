@@ -32,6 +32,7 @@ from hybridtron.data.folder import LARGEST_TOKENIZER
 from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.data.prepare.documents import ArgumentError
 from hybridtron.data.prepare.vocabulary import chat_template_of
+from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 from hybridtron.interop.config_json import CannotImport, require_files, settings_of
 from hybridtron.interop.export import LONGEST, TARGETS
 from hybridtron.interop.native import ModelFormat
@@ -141,16 +142,22 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
 def _tokenizer(folder: Path) -> bytes:
     path = folder / "tokenizer.json"
     try:
-        return read_regular(path, LARGEST_TOKENIZER)
-    except Unreadable as error:
+        stored = read_regular(path, LARGEST_TOKENIZER)
+        read_tokenizer(stored)
+    except (Unreadable, BadTokenizer) as error:
         raise CannotImport(f"{path} can't be read: {error}") from error
+    return stored
 
 
 def _chat_template(folder: Path) -> ChatTemplate | None:
     try:
-        return chat_template_of(folder)
+        template = chat_template_of(folder)
     except ArgumentError as error:
         raise CannotImport(str(error).removeprefix("--tokenizer: ")) from error
+    if template is not None and (fault := template.fault()) is not None:
+        cure = "correct it, or remove chat_template.jinja and chat_template from tokenizer_config.json"
+        raise CannotImport(f"the chat template of {folder} {fault}; {cure}")
+    return template
 
 
 def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:

@@ -24,6 +24,7 @@ from hybridtron.parallel.groups import Groups
 from tests.conftest import small_run
 
 VOCAB, WIDTH = 80, 32
+TOKENIZER = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})  # the least there can be
 MLP = {"kind": "swiglu", "hidden": 56}
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2}
 MAMBA2 = {"kind": "mamba2", "state": 8, "head_dim": 8, "groups": 2, "conv": 3}

@@ -19,7 +19,7 @@ from hybridtron.config.native_fits import NATIVE
 from hybridtron.interop.config_json import CannotImport, settings_of
 from hybridtron.interop.native_bamba import Bamba
 from hybridtron.interop.native_granite import GraniteHybrid
-from tests.interop.models import model_config
+from tests.interop.models import TOKENIZER, model_config
 from tests.interop.parity import assert_same_logits
 
 SIZES: dict[str, Any] = {
@@ -39,7 +39,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path)
         for weight in theirs.parameters():
             weight += 0.2 * torch.randn_like(weight)
     theirs.save_pretrained(tmp_path / "in")
-    (tmp_path / "in/tokenizer.json").write_text("{}")
+    (tmp_path / "in/tokenizer.json").write_text(TOKENIZER)
     settings = json.loads((tmp_path / "in/config.json").read_text())
     (tmp_path / "in/config.json").write_text(json.dumps(settings | {"mamba_d_head": "auto"}))
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0

@@ -21,7 +21,7 @@ from hybridtron.config.exportable import SHIPPED, export_class
 from hybridtron.config.native_fits import NATIVE
 from hybridtron.interop.export import TARGETS
 from hybridtron.interop.rules import TensorRule
-from tests.interop.models import CLASSES, model_config
+from tests.interop.models import CLASSES, TOKENIZER, model_config
 from tests.interop.parity import assert_same_logits
 
 COMMON: dict[str, Any] = {
@@ -54,7 +54,7 @@ def written(name: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             weight += 0.2 * torch.randn_like(weight)
     model = model.to(dtype)
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(TOKENIZER)
     return model.float().eval()
 
 

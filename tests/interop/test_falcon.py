@@ -19,7 +19,7 @@ from hybridtron.config.exportable import SHIPPED, CannotExport, export_class
 from hybridtron.config.native_fits import NATIVE
 from hybridtron.interop.native_falcon import FalconH1
 from hybridtron.interop.sample import sampled
-from tests.interop.models import model_config
+from tests.interop.models import TOKENIZER, model_config
 from tests.interop.parity import assert_same_logits, exported_as_it_was
 
 SIZES: dict[str, Any] = {
@@ -49,7 +49,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here_and_there(varia
         for weight in theirs.parameters():
             weight += 0.2 * torch.randn_like(weight)
     theirs.save_pretrained(tmp_path / "in")
-    (tmp_path / "in/tokenizer.json").write_text("{}")
+    (tmp_path / "in/tokenizer.json").write_text(TOKENIZER)
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
     found = Checkpoint.open(tmp_path / "mid")
     model = found.config.model

@@ -24,7 +24,7 @@ from hybridtron.config.choices import Export
 from hybridtron.config.exportable import SHIPPED, export_class
 from hybridtron.interop.export import TARGETS
 from hybridtron.interop.native_granite import Granite, GraniteHybrid
-from tests.interop.models import CLASSES, model_config
+from tests.interop.models import CLASSES, TOKENIZER, model_config
 from tests.interop.parity import assert_same_logits, exported_as_it_was
 
 COMMON: dict[str, Any] = {
@@ -55,7 +55,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here_and_there(made:
         for weight in theirs.parameters():
             weight += 0.2 * torch.randn_like(weight)
     theirs.save_pretrained(tmp_path / "in")
-    (tmp_path / "in/tokenizer.json").write_text("{}")
+    (tmp_path / "in/tokenizer.json").write_text(TOKENIZER)
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
     found = Checkpoint.open(tmp_path / "mid")
     model = found.config.model

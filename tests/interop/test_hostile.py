@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridtron.cli.convert import main
+from hybridtron.data.prepare import template_process
 from tests.cli.test_evaluate import tokenizer
 
 LLAMA: dict[str, Any] = {
@@ -189,3 +190,24 @@ def test_the_folders_that_pipes_are_put_into_can_be_imported(whole: Path, tmp_pa
     assert main([*command, str(whole / "model"), "--output", str(tmp_path / "model")]) == 0
     base = ["--base", str(whole / "model"), "--output", str(tmp_path / "adapter")]
     assert main([*command, str(whole / "adapter"), *base]) == 0
+
+
+TEMPLATES = {"{% for": "does not parse", "{{ " + "(" * 3000 + " }}": "nested too deep", "{{ 7**(10**9) }}": "computes"}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_that_can_t_be_used(
+    template: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_process, "SECONDS", 0.3)
+    shutil.copytree(whole / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    said = refused(tmp_path / "model", capsys)
+    assert TEMPLATES[template] in said
+    assert str(tmp_path / "model") in said
+
+
+def test_a_tokenizer_that_is_none(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(whole / "model", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    assert f"{tmp_path / 'model' / 'tokenizer.json'} can't be read" in refused(tmp_path / "model", capsys)

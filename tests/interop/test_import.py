@@ -18,7 +18,7 @@ from hybridtron.cli.convert import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.original import Original
 from tests.interop.conftest import Stored
-from tests.interop.models import ONE_OF_EACH, own_model
+from tests.interop.models import ONE_OF_EACH, TOKENIZER, own_model
 
 Exported = Callable[[str], Path]
 
@@ -102,7 +102,7 @@ def test_the_format_of_the_reference_implementation(name: str, tmp_path: Path) -
     folder = tmp_path / "original"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(settings))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(TOKENIZER)
     kind = Original()
     model = kind.model(settings)
     assert (model.pattern, model.vocab_size) == (pattern, 80)

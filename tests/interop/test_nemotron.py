@@ -22,7 +22,7 @@ from hybridtron.config.native_fits import NATIVE
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.native_nemotron import NemotronH
 from tests.interop.conftest import Stored
-from tests.interop.models import model_config, own_model
+from tests.interop.models import TOKENIZER, model_config, own_model
 from tests.interop.parity import exported_as_it_was
 
 SIZES: dict[str, Any] = {
@@ -43,7 +43,7 @@ def written(folder: Path, step: float) -> NemotronHForCausalLM:
             if name.endswith("dt_bias"):
                 weight += step
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(TOKENIZER)
     return model
 
 

@@ -18,7 +18,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.rope_parameters import to_ours
-from tests.interop.models import own_model
+from tests.interop.models import TOKENIZER, own_model
 
 LLAMA_31 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 16,
@@ -50,7 +50,7 @@ def test_an_imported_llama_computes_what_transformers_computes(
     if former:
         del written["rope_parameters"]
         (folder / "config.json").write_text(json.dumps({**written, "rope_scaling": scaling, "rope_theta": 500.0}))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(TOKENIZER)
     assert main(["import", "--input", str(folder), "--output", str(tmp_path / "checkpoint")]) == 0
     ours = own_model(Checkpoint.open(tmp_path / "checkpoint"), torch.float32)
     tokens_BL = torch.randint(80, (2, 100))

@@ -18,7 +18,7 @@ from hybridtron.config.exportable import SHIPPED, CannotExport, export_class
 from hybridtron.config.native_fits import NATIVE
 from hybridtron.interop.native_zamba2 import Zamba2
 from hybridtron.interop.sample import sampled
-from tests.interop.models import model_config
+from tests.interop.models import TOKENIZER, model_config
 from tests.interop.parity import assert_same_logits
 
 TYPES = ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"]
@@ -43,7 +43,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(variant: str, t
         for weight in theirs.parameters():
             weight += 0.1 * torch.randn_like(weight)
     theirs.save_pretrained(tmp_path / "in")
-    (tmp_path / "in/tokenizer.json").write_text("{}")
+    (tmp_path / "in/tokenizer.json").write_text(TOKENIZER)
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
     found = Checkpoint.open(tmp_path / "out")
     assert found.config.model.pattern == ("MAMMBMAM" if variant == "two in turn" else "MAMMAMAM")

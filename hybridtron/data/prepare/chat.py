@@ -1,7 +1,8 @@
 """Conversations -> text by the chat template of a tokenizer, and which of it is the assistant's.
 
-A template is a Jinja program, and comes from elsewhere: it runs in Jinja's sandbox. Where it marks the words of the
-assistant by {% generation %}, these are learned. Where it does not, what it writes for a message beyond its prompt is:
+A template is a Jinja program, and comes from elsewhere: it runs in Jinja's sandbox, in a process of its own, which has
+bounds of time and memory. Where it marks the words of the assistant by {% generation %}, these are learned. Where it
+does not, what it writes for a message beyond its prompt is:
 
     render(messages[:i], add_generation_prompt=True) | learned | the end of render(messages[:i + 1])
 
@@ -13,30 +14,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from hybridtron.data.prepare.template_process import BEGIN, END, MOST_LOST, template_process
+from hybridtron.data.workers import WorkerEnded
 
 Spans = tuple[tuple[int, int], ...]
-BEGIN, END, HERE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters of Unicode, which no text has
+HERE = "\ufdd2"  # a noncharacter of Unicode, which no text has
 ASSISTANT = "assistant"
-
-
-class _Generation(Extension):
-    """{% generation %}: puts what is inside between two marks."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared by Jinja)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        line = next(parser.stream).lineno
-        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in (BEGIN, END))
-        return [begin, *inside, end]
 
 
 @dataclass(frozen=True)
@@ -48,12 +35,8 @@ class ChatTemplate:
     special: frozenset[str]
 
     def fault(self) -> str | None:
-        """Why it is no template; None where it is."""
-        try:
-            _compiled(self.text)
-        except TemplateError as error:
-            return str(error)
-        return None
+        """Say, behind its name, why it is no template, or one that takes too much; None where it is one."""
+        return template_process(self.text, self.tokens).fault()
 
     def stored(self) -> str:
         """As folders and checkpoints keep it: the template and what it may name."""
@@ -68,9 +51,9 @@ class ChatTemplate:
     def prompt(self, messages: list[dict[str, Any]], continued: bool = False) -> str:
         """What comes before the next answer; `continued`: before the rest of the last message."""
         if not continued:
-            return _marked(self._render(messages, None, True))[0]
+            return self._written(messages, True)
         *before, last = messages
-        text = _marked(self._render([*before, {**last, "content": f"{last['content']}{HERE} "}], None))[0]
+        text = self._written([*before, {**last, "content": f"{last['content']}{HERE} "}])
         before_it, found, behind = text.rpartition(HERE)
         if not found:
             raise ValueError("the chat template does not write the last message, which is to be continued")
@@ -84,40 +67,47 @@ class ChatTemplate:
     def behind_answer(self, messages: list[dict[str, Any]]) -> str:
         """What the template writes behind the next answer, before another message."""
         answered = [*messages, {"role": ASSISTANT, "content": HERE}]
-        return _marked(self._render(answered, None))[0].rpartition(HERE)[2]
+        return self._written(answered).rpartition(HERE)[2]
 
     def conversation(self, messages: Any, tools: Any = None) -> tuple[str, Spans]:
         """The text of a conversation, and the spans that the assistant wrote; ValueError says what is wrong with it."""
         _check(messages, self.special)
-        whole = self._render(messages, tools)
+        if (lost := template_process(self.text, self.tokens).lost) >= MOST_LOST:
+            raise WorkerEnded(f"{lost} conversations took the chat template more than it may; correct it")
+        places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+        turns = [cut for place in places for cut in ((place, True), (place + 1, False))]
+        whole, ends = self._render(messages, tools, cuts=turns)
         if BEGIN in whole:
             text, spans = _marked(whole)
         else:
-            text, spans = whole, self._turns(whole, messages, tools)
+            text, spans = whole, _turns(places, ends)
         eos = dict(self.tokens).get("eos_token")
         if eos and text.rstrip().endswith(eos):
             text = text.rstrip()  # it ends there, as every document does
         clipped = ((first, min(end, len(text))) for first, end in spans)
         return text, tuple(span for span in clipped if span[0] < span[1])
 
-    def _turns(self, whole: str, messages: list[dict[str, Any]], tools: Any) -> Spans:
-        spans = []
-        for place, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                before, after = self._render(messages[:place], tools, True), self._render(messages[: place + 1], tools)
-                if not (whole.startswith(after) and after.startswith(before)):
-                    why = f"the chat template writes message {place} otherwise where others follow it"
-                    raise ValueError(f"{why}; one that marks what is learned by {{% generation %}} works")
-                spans.append((len(before), len(after)))
-        return tuple(spans)
+    def _written(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        return _marked(self._render(messages, None, prompt)[0])[0]
 
-    def _render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: Any, prompt: bool = False, cuts: Sequence[tuple[int, bool]] = ()
+    ) -> tuple[str, list[int | None]]:
         try:
-            return _compiled(self.text).render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.tokens)
-            )
-        except Exception as error:  # whatever a program from elsewhere runs into
-            raise ValueError(f"the chat template does not take it: {error or type(error).__name__}") from error
+            return template_process(self.text, self.tokens).rendered(messages, tools, prompt, cuts)
+        except ValueError as error:
+            raise ValueError(f"the chat template does not take it: {error}") from error
+
+
+def _turns(places: list[int], ends: list[int | None]) -> Spans:
+    """Find what is written for each message of the assistant, beyond its prompt."""
+    spans = []
+    for place, before, after in zip(places, ends[::2], ends[1::2], strict=True):
+        if before is None or after is None or before > after:
+            why = f"the chat template writes message {place} otherwise where others follow it"
+            raise ValueError(f"{why}; one that marks what is learned by {{% generation %}} works")
+        spans.append((before, after))
+    return tuple(spans)
 
 
 def _check(messages: Any, special: frozenset[str]) -> None:
@@ -140,20 +130,3 @@ def _marked(whole: str) -> tuple[str, Spans]:
     pieces = re.split(f"[{BEGIN}{END}]", whole)
     ends = [sum(map(len, pieces[: count + 1])) for count in range(len(pieces))]
     return "".join(pieces), tuple(zip(ends[:-1:2], ends[1::2], strict=True))
-
-
-@lru_cache(maxsize=1)
-def _compiled(text: str) -> Template:
-    loops = "jinja2.ext.loopcontrols"
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loops])
-    environment.filters["tojson"] = _as_json
-    return environment.from_string(text, globals={"raise_exception": _refuse})
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _as_json(value: Any, indent: int | None = None) -> str:
-    """As it is spelled in text; Jinja's own filter is for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)

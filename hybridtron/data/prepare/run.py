@@ -130,7 +130,7 @@ def _check_learn(inputs: Sequence[Input], vocabulary: Vocabulary, learn: str | N
             where = "neither chat_template.jinja nor a chat_template in tokenizer_config.json"
             raise ArgumentError(f"--learn messages: the tokenizer {vocabulary.name} has no chat template: {where}")
         if fault := vocabulary.chat.fault():
-            raise ArgumentError(f"--learn messages: the chat template of {vocabulary.name} does not parse: {fault}")
+            raise ArgumentError(f"--learn messages: the chat template of {vocabulary.name} {fault}")
 
 
 def _plan(job: PrepareJob) -> dict[str, Any]:

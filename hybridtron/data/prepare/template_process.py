@@ -1,0 +1,155 @@
+"""The process that renders a chat template, started once for many conversations: template_program.py is its program.
+
+A template that computes too long, takes too much memory or breaks the process ends that process alone. The next
+conversation gets a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has: around what is learned
+PROGRAM = Path(__file__).with_name("template_program.py")
+LENGTH = struct.Struct("<Q")
+SECONDS, WALL_SECONDS = 5, 120  # of computing, and on the clock, where a machine is busy
+MEMORY, LONGEST = 2**30, 2**26  # bytes of the process; characters of all texts that are asked for at once
+ENDING_SECONDS = 10  # for a process that has closed its pipe
+MOST_LOST = 3  # processes, after which no more conversations are tried
+TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TIMED_OUT = (-signal.SIGPROF, -signal.SIGALRM)
+
+
+class Unparsed(ValueError):
+    """It is no template; the text says why."""
+
+
+class TemplateProcess:
+    """Renders one template."""
+
+    def __init__(self, text: str, tokens: tuple[tuple[str, str], ...]) -> None:
+        bounds = {"seconds": SECONDS, "wall": WALL_SECONDS, "memory": MEMORY, "longest": LONGEST}
+        self._opening = {"template": text, "tokens": dict(tokens), "marks": [BEGIN, END], **bounds}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._one_at_a_time = threading.Lock()
+        self.lost = 0
+
+    def fault(self) -> str | None:
+        """Say why it is no template, or that two short messages are too much for it; None where it is one."""
+        try:
+            answer = self._asked({"messages": TRIAL, "tools": None, "prompt": False, "cuts": []})
+        except Unparsed as error:
+            return f"does not parse: {error}"
+        except ValueError as error:
+            return f"can't write two short messages: {error}"
+        return f"can't write two short messages: {answer['error']}" if answer.get("bound") else None
+
+    def rendered(
+        self, messages: list[Any], tools: Any, prompt: bool, cuts: Sequence[tuple[int, bool]]
+    ) -> tuple[str, list[int | None]]:
+        """Return a text, and where those of its first messages end (template_program.py); ValueError says why not."""
+        answer = self._asked({"messages": messages, "tools": tools, "prompt": prompt, "cuts": cuts})
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"], answer["ends"]
+
+    def _asked(self, question: dict[str, Any]) -> dict[str, Any]:
+        try:
+            request = _framed(question)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"a message is no JSON: {error}") from error
+        with self._one_at_a_time:
+            if self._process is None:
+                self._start()
+            assert self._process is not None
+            return self._said(self._process, request)
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(PROGRAM)],  # -P: beside it are modules whose names others have, too
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the process that asks
+        )
+        self._end = weakref.finalize(self, _ended, self._process, os.getpid())
+        fault = self._said(self._process, _framed(self._opening))["fault"]
+        if fault is not None:
+            self._drop()
+            raise Unparsed(fault)
+
+    def _said(self, process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            return json.loads(_read(process.stdout))
+        except (OSError, EOFError) as error:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_SECONDS)
+            code = process.returncode
+            self.lost += 1
+            self._drop()
+            raise ValueError(_why(code)) from error
+        except BaseException:  # an answer that was not waited for would be taken for the next one
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        self._end()
+        self._process = None
+
+
+@lru_cache(maxsize=1)
+def _kept(text: str, tokens: tuple[tuple[str, str], ...], process: int) -> TemplateProcess:
+    return TemplateProcess(text, tokens)
+
+
+def template_process(text: str, tokens: tuple[tuple[str, str], ...]) -> TemplateProcess:
+    """Return this process's own, as one that was forked must not speak on its parent's pipes."""
+    return _kept(text, tokens, os.getpid())
+
+
+def _framed(message: dict[str, Any]) -> bytes:
+    data = json.dumps(message).encode()
+    return LENGTH.pack(len(data)) + data
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    head = pipe.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        raise EOFError
+    (size,) = LENGTH.unpack(head)
+    if len(data := pipe.read(min(size, 8 * LONGEST))) < size:
+        raise EOFError
+    return data
+
+
+def _ended(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:  # forked meanwhile: it is still its parent's
+        return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):  # what was not sent has nobody to go to
+            pipe.close()
+
+
+def _why(code: int | None) -> str:
+    if code in TIMED_OUT:
+        return f"it computes for more than {SECONDS} seconds"
+    how = "without a word" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"it ended the process that renders it ({how})"

@@ -1,0 +1,149 @@
+"""The program that renders a chat template from elsewhere: in Jinja's sandbox, within bounds of time and memory.
+
+template_process.py starts it as a process of its own, which imports neither torch nor this package, and ends it with
+itself. Both speak JSON, each message behind its length in 8 bytes:
+
+    first     {"template", "tokens", "marks" and bounds}  -> {"fault": why it does not parse, or null}
+    then      {"messages", "tools", "prompt", "cuts"}     -> {"text", "ends"}, or {"error", "bound": is it a bound?}
+
+The text is that of all messages, with or without the beginning of the next answer. A cut [n, prompt] asks where the
+text of the first n messages ends in it; null where it is no beginning of it. A text with the marks of {% generation %}
+is not cut. A rendering that takes longer than it may ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+LENGTH = struct.Struct("<Q")
+
+
+class _Generation(Extension):
+    """{% generation %}: puts what is inside between two marks."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared by Jinja)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        marks: list[str] = self.environment.marks  # type: ignore[attr-defined]
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in marks)
+        return [begin, *inside, end]
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    opening = _heard()
+    if opening is None:
+        return
+    _bound(opening["memory"])
+    with _timed(opening):
+        try:
+            template = _compiled(opening["template"], opening["marks"])
+            fault = None
+        except Exception as error:
+            template = None
+            fault = _words(error, opening)
+    _say({"fault": fault})
+    while template is not None and (request := _heard()) is not None:
+        with _timed(opening):
+            answer = _answer(template, opening, request)
+        _say(answer)
+
+
+def _bound(memory: int) -> None:
+    """Take no more memory than a template may, leave no core, and end when the clock says so."""
+    for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+        with suppress(OSError, ValueError):  # macOS knows the first and does not take it
+            resource.setrlimit(kind, (most, most))
+    ending = (signal.SIGPROF, signal.SIGALRM)
+    for number in ending:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
+
+
+@contextmanager
+def _timed(opening: dict[str, Any]) -> Iterator[None]:
+    """End the process where what is inside takes longer, in a loop of Python's or in one of C."""
+    signal.setitimer(signal.ITIMER_PROF, opening["seconds"])
+    signal.setitimer(signal.ITIMER_REAL, opening["wall"])
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _answer(template: Template, opening: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    ends: list[int | None] = []
+    try:
+        whole = _rendered(template, opening, request, len(request["messages"]), request["prompt"])
+        if len(whole) > opening["longest"]:
+            return {"error": f"it writes more than {opening['longest']:,} characters", "bound": True}
+        for count, prompt in [] if opening["marks"][0] in whole else request["cuts"]:
+            text = _rendered(template, opening, request, count, prompt)
+            ends.append(len(text) if whole.startswith(text) else None)
+    except Exception as error:  # whatever a program from elsewhere runs into
+        return {"error": _words(error, opening), "bound": isinstance(error, MemoryError | RecursionError)}
+    return {"text": whole, "ends": ends}
+
+
+def _rendered(template: Template, opening: dict[str, Any], request: dict[str, Any], count: int, prompt: bool) -> str:
+    return template.render(
+        messages=request["messages"][:count],
+        tools=request["tools"],
+        documents=None,
+        add_generation_prompt=prompt,
+        **opening["tokens"],
+    )
+
+
+def _words(error: Exception, opening: dict[str, Any]) -> str:
+    if isinstance(error, MemoryError):
+        return f"it takes more than {opening['memory'] // 10**6:,} MB of memory"
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    return str(error) or type(error).__name__
+
+
+def _compiled(text: str, marks: list[str]) -> Template:
+    loops = "jinja2.ext.loopcontrols"
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loops])
+    environment.extend(marks=marks)
+    environment.filters["tojson"] = _as_json
+    return environment.from_string(text, globals={"raise_exception": _refuse})
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _as_json(value: Any, indent: int | None = None) -> str:
+    """As it is spelled in text; Jinja's own filter is for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _heard() -> dict[str, Any] | None:
+    """The next message; None where nobody asks any more."""
+    head = sys.stdin.buffer.read(LENGTH.size)
+    return json.loads(sys.stdin.buffer.read(*LENGTH.unpack(head))) if len(head) == LENGTH.size else None
+
+
+def _say(answer: dict[str, Any]) -> None:
+    data = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    sys.stdout.buffer.write(LENGTH.pack(len(data)) + data)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -75,7 +75,6 @@ endif
 
 $(VENV)/.dev: $(VENV)/.ready
 	$(BIN)/pip install --quiet --editable ".[dev]"
-	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet --group triton
 	touch $@
 
 $(VENV)/.finetune: $(VENV)/.dev

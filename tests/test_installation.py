@@ -35,13 +35,13 @@ def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def wanted() -> list[str]:
-    """The dependencies, those of every extra, and the torch and the Triton that `make` installs."""
+    """The dependencies, those of every extra, and the torch that `make` installs."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    project, groups = declared["project"], declared["dependency-groups"]
+    project = declared["project"]
     extras = [text for texts in project["optional-dependencies"].values() for text in texts]
     torch = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch is not None
-    all_of_them = [torch[1], *project["dependencies"], *extras, *groups["triton"]]
+    all_of_them = [torch[1], *project["dependencies"], *extras]
     return [text for text in all_of_them if not text.startswith(project["name"])]
 
 

@@ -56,6 +56,16 @@ def test_a_program_says_on_one_line_what_it_lacks(absent: str, command: list[str
     assert cure in line
 
 
+@pytest.mark.parametrize("arguments", [["recipe=laptop"], ["--suite"], ["recipe=samba_421m", "--no-kernels"]])
+def test_rehearse_says_which_extra_it_lacks(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        f"import sys; from hybridtron.cli.main import main; sys.exit(main({['rehearse', *arguments]!r}))"
+    )
+    done = started_without("triton", str(tmp_path / "program.py"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == 'triton is not installed: pip install --editable ".[rehearse]"\n'
+
+
 def test_a_mirror_that_could_not_be_reached_is_a_problem_before_training() -> None:
     done = started_without("boto3", "train.py", "run.max_steps=1", "checkpoint.mirror=s3://bucket/a")
     assert done.returncode == 2

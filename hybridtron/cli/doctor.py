@@ -25,12 +25,12 @@ from hybridtron.cli.machine import Line, machine_section
 from hybridtron.cluster.variables import ALLOCATOR, ONE_QUEUE
 from hybridtron.compiled import BUILD_S
 from hybridtron.rehearse import guard
-from hybridtron.requirements import MODULES, install_command, installed, is_there, requirements
+from hybridtron.requirements import MODULES, install_command, installed, is_there, missing, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds that an import may take; the first one on a network file system is slow
 OPTIONAL = {
-    "triton": "compiled kernels on CUDA (torch.compile needs it too)",
+    "triton": "compiled kernels on CUDA (torch.compile needs it too); hybridtron rehearse, on any machine",
     "mamba_ssm": "scans of Mamba-1 and Mamba-2 on CUDA",
     "causal_conv1d": "short convolution on CUDA",
     "flash_attn": "attention on CUDA",
@@ -266,5 +266,7 @@ def main(arguments: list[str]) -> int:
     print(f"\nlook at: {', '.join(warned)}" if warned else "")
     for line in failed:
         print(f"missing: {line.name} {line.found}. {line.note}")
+    if not failed and (fault := missing("rehearse")):
+        print(f"hybridtron rehearse can't run: {fault}")
     print("training can't run; `make setup` installs what it needs" if failed else "training can run")
     return 1 if failed else 0

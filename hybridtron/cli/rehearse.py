@@ -6,9 +6,9 @@
     hybridtron rehearse recipe=samba_421m --picture step.png
     hybridtron rehearse --suite
 
-It runs the code that trains, on tensors without values, so it takes seconds and little memory; no GPU and no driver is
-needed. Exit codes: 0 rehearsed, 1 a budget is exceeded or nothing can be rehearsed here (no compiler, no Triton), 2 bad
-configuration.
+It runs the code that trains, on tensors without values, so it takes seconds and little memory. It needs no GPU and no
+driver, but Triton (the extra `rehearse`), which torch's builds without CUDA lack. Exit codes: 0 rehearsed, 1 a budget
+is exceeded or nothing can be rehearsed here (no compiler), 2 bad configuration, or no Triton.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def main(arguments: list[str]) -> int:
 
         return rehearse_suite.main(arguments)
     chosen = parse(arguments)
-    if chosen.picture:
-        demand("plot")
+    demand("rehearse", *(["plot"] if chosen.picture else []))
     packages = (*([] if chosen.without_packages else rehearsal.INSTALLED), *chosen.package)
     config = load(chosen.settings)
     world = chosen.gpus or config.parallel.model_ranks

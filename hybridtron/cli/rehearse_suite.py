@@ -21,6 +21,7 @@ from hybridtron.problems import Unusable
 from hybridtron.rehearse import suite, suite_page
 from hybridtron.rehearse.guard import GuardProblem
 from hybridtron.rehearse.rehearsal import RehearsalProcess
+from hybridtron.requirements import demand
 from hybridtron.shipped import pages
 
 
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> int:
     index, _, count = chosen.part.partition("/")
     if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
         raise Unusable(f"--part {chosen.part}: give I/N, such as 1/2")
+    demand("rehearse")
     checkout = pages()
     output = chosen.output or (checkout and checkout / "rehearse.md")
     if output is None:

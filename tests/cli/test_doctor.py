@@ -160,6 +160,19 @@ def test_a_package_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
     assert "does not answer" in found.fault
 
 
+def test_without_triton_rehearse_can_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "package_sections", list)
+    monkeypatch.setattr(doctor, "attempt", lambda _: ("", [doctor.Line("ok", "all", "")]))
+    monkeypatch.setattr("hybridtron.requirements.is_there", lambda name: name != "triton")
+    assert doctor.main([]) == 0
+    assert 'triton is not installed: pip install --editable ".[rehearse]"\ntraining can run' in capsys.readouterr().out
+    monkeypatch.setattr("hybridtron.requirements.is_there", lambda name: True)
+    assert doctor.main([]) == 0
+    assert "rehearse" not in capsys.readouterr().out
+
+
 def test_a_part_that_fails_is_a_line() -> None:
     def weather_section() -> tuple[str, list[doctor.Line]]:
         raise RuntimeError("no window")

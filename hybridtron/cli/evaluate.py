@@ -16,9 +16,10 @@ RUN/evaluation/STEP, or --output:
     states.jsonl, .png        standard deviation of every layer's recurrent state, by head where it has heads
     entropy.jsonl, .png       entropy by layer: of attention, and of the step sizes of scans
 
-They are defined in hybridtron/evaluate/length.py, within.py and entropy.py. With --suite samba|span|length|hax|all,
-or a file by --tasks, samples of tasks and perplexity are added: samples.jsonl, results.json, pictures, and
-index.html, one page that opens without a network. An evaluation that was killed continues with the next sample.
+and results.json, samples.jsonl, and index.html, one page of all of it that opens without a network. They are defined
+in hybridtron/evaluate/length.py, within.py and entropy.py. With --suite samba|span|length|hax|all, or a file by
+--tasks, samples of tasks and perplexity are added. What was measured is not measured again: an evaluation that was
+killed continues with the next sample, and one that is whole is shown.
 With --harness, tasks of lm-evaluation-harness and groups of them (samba_short, samba_instruct, span_short,
 span_long, recall, hax_short, longbench, tiny) are asked instead. Exit codes: 0 all was written, 2 no checkpoint,
 too little text, or a wrong argument.
@@ -39,7 +40,7 @@ from hybridtron.architecture.attention import ReadingAttention
 from hybridtron.architecture.rope import SelfExtendOptions
 from hybridtron.cli.given import newest_checkpoint, positive, progress_bar
 from hybridtron.config.asked import read_keys
-from hybridtron.evaluate.instruments import INSTRUMENTS, written
+from hybridtron.evaluate.instruments import INSTRUMENTS
 from hybridtron.evaluate.served import layout, served
 from hybridtron.limits import limit_problems
 from hybridtron.problems import Unusable
@@ -119,11 +120,7 @@ def main(arguments: list[str]) -> int:
     checkpoints = {path: newest_checkpoint(path) for path in chosen.paths}
     console = Console(highlight=False, markup=False, soft_wrap=True)
     try:
-        if chosen.suite or chosen.tasks or chosen.harness:
-            measure(checkpoints, chosen, console)
-        else:
-            for path, checkpoint in checkpoints.items():
-                instruments(checkpoint, folder_for(path, checkpoint, chosen), chosen, console)
+        measure(checkpoints, chosen, console)
     except OSError as error:
         raise Unusable(str(error)) from error
     return 0
@@ -138,7 +135,7 @@ def folder_for(path: Path, checkpoint: Path, chosen: argparse.Namespace) -> Path
 
 
 def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: Console) -> None:
-    """The suite or the file, on every checkpoint."""
+    """The suite, the file or the instruments, on every checkpoint."""
     from hybridtron.evaluate.run import compared
 
     ask, found = asking(chosen), []
@@ -153,7 +150,8 @@ def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: 
                 found.append(one)
                 report(one, console)
     if len(found) > 1:
-        compared(f"{chosen.suite or chosen.tasks or ', '.join(chosen.harness)}", found, chosen.output)
+        asked = chosen.suite or chosen.tasks or ", ".join(chosen.harness) or "length generalization"
+        compared(str(asked), found, chosen.output)
         console.print(f"compared in {chosen.output / 'index.html'}")
 
 
@@ -178,48 +176,45 @@ def wishes(chosen: argparse.Namespace) -> Wishes:
     from hybridtron.evaluate.suites import KEYS
     from hybridtron.evaluate.suites import SUITES as KNOWN
 
-    asked = dict(KNOWN[chosen.suite] if chosen.suite else read_keys(chosen.tasks, KEYS[""], "--tasks"))
-    if chosen.instruments is not None:
-        asked["instruments"] = chosen.instruments
-    if chosen.suite:
+    if chosen.tasks:
+        asked = dict(read_keys(chosen.tasks, KEYS[""], "--tasks"))
+    else:
+        asked = dict(KNOWN[chosen.suite] if chosen.suite else {"instruments": list(INSTRUMENTS)})
         asked["instrument_length"] = chosen.length
+    if chosen.instruments is not None:
+        asked["instruments"] = list(dict.fromkeys(chosen.instruments))
     given = (chosen.lengths, chosen.samples, chosen.batch, chosen.rows, chosen.data, chosen.seq_len)
     return Wishes(asked, bool(chosen.suite), *given)
 
 
 def report(one: Evaluated, console: Console) -> None:
-    """The results as a table."""
+    """Tables of what was found, and where the page is."""
     from hybridtron.evaluate.results import shown
 
+    console.print(one.name)
+    if one.tables:
+        read = next(line["text"] for line in reversed(one.lines) if line["task"] in one.tables)
+        console.print(f"trained on rows of {one.about['seq_len']} tokens; read: {read}")
+    if attention := one.about["attention"]:
+        console.print("attention: " + ", ".join(f"{kind} ({letter})" for letter, kind in attention.items()))
     for text in one.left_out:
         console.print(f"left out: {text}")
-    task = Column("task", overflow="fold")  # with all its options
-    table = Table(task, "length", "metric", "value", "n", title=one.name, box=None)
-    for row in one.rows:
-        table.add_row(row["task"], str(row["length"]), row["metric"], shown(row), str(row["n"]))
-    console.print(table)
-    console.print(f"written to {one.folder}" + ("" if is_there("matplotlib") else f", {missing('plot')}"))
+    if one.rows:
+        table = titled("results", Column("task", overflow="fold"), "length", "metric", "value", "n")  # all its options
+        for row in one.rows:
+            table.add_row(row["task"], str(row["length"]), row["metric"], shown(row), str(row["n"]))
+        console.print(table)
+    for found in one.tables.values():
+        table = titled(found.title, *found.header)
+        for cells in found.cells:
+            table.add_row(*cells)
+        console.print(table)
+        if found.note:
+            console.print(found.note)
+    unseen = "" if is_there("matplotlib") else f", without pictures: {missing('plot')}"
+    console.print(f"\nwritten: {one.folder / 'index.html'}{unseen}")
 
 
-def instruments(checkpoint: Path, output: Path, chosen: argparse.Namespace, console: Console) -> None:
-    """Those of length generalization alone; Unusable where there is too little text."""
-    from hybridtron.evaluate.held_out import as_trained, read_text
-    from hybridtron.evaluate.length import attention_at_eval
-
-    with served(checkpoint, layout(chosen.layout), chosen.self_extend, chosen.attention) as model:
-        config, seq_len = as_trained(checkpoint, model.config, model.step, chosen.seq_len)
-        length = int(chosen.length.removesuffix("x")) * (seq_len if chosen.length.endswith("x") else 1)
-        text = read_text(checkpoint, config.data, seq_len, chosen.data, length, chosen.rows)
-        if model.replica:
-            return
-        console.quiet = not model.first
-        output.mkdir(parents=True, exist_ok=True)
-        console.print(f"{checkpoint}, trained on rows of {seq_len} tokens\n{text.described}")
-        if attention := attention_at_eval(config.model):
-            console.print("attention: " + ", ".join(f"{kind} ({letter})" for letter, kind in attention.items()))
-        for name in dict.fromkeys(chosen.instruments or INSTRUMENTS):
-            with progress_bar(name) as moved:
-                table = written(name, model.read, config, text, model.first, output, moved)
-            console.print(table or f"{name}: nothing to measure, the model has no layer of that kind")
-        unseen = "" if is_there("matplotlib") else f", without pictures: {missing('plot')}"
-        console.print(f"written to {output}{unseen}")
+def titled(title: str, *columns: str | Column) -> Table:
+    """A table with its heading on the left."""
+    return Table(*columns, title=f"\n{title}", title_justify="left", box=None)

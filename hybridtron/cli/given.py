@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hybridtron.config.units import parse_bytes
 from hybridtron.problems import Unusable
+
+EVERY = 30.0  # seconds between lines of progress where there is no terminal
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -65,9 +69,29 @@ def not_there_yet(output: Path) -> Path:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, nothing elsewhere; it is moved by the number done, and the number there are."""
-    console = Console(stderr=True)
+    """A bar on a terminal, elsewhere a line from time to time, both with the time that is left.
+
+    It is moved by the number done, and the number there are.
+    """
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield _in_lines(what, console)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task(what, total=None)
         yield lambda done, of: progress.update(bar, completed=done, total=of)
+
+
+def _in_lines(what: str, console: Console) -> Callable[[int, int], None]:
+    started = reported = time.monotonic()
+
+    def moved(done: int, of: int) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if now - reported > EVERY and done:
+            reported = now
+            left = timedelta(seconds=round((now - started) * (of - done) / done))
+            console.print(f"{what}: {done} of {of}, {left} left")
+
+    return moved

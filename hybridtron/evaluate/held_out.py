@@ -70,8 +70,21 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
         chosen, described = choose_rows(stores, length, rows)
         tokens_BT = gather(stores, chosen, sources.dtype, joined=True).tokens_BT
     except (FolderError, DataError) as error:
-        raise Unusable(f"{error}; --data names other prepared tokens") from error
+        cure = "--data PATH names other prepared tokens" if path else "--data PATH says where the run's data is now"
+        raise Unusable(f"{error}; {cure}") from error
     return Text(torch.from_numpy(tokens_BT.astype("int64")), described, length, seq_len)
+
+
+def digest_of_data(data: DataConfig, path: str) -> str:
+    """The digest of other prepared tokens than the run's own."""
+    from hybridtron.data.folder import FolderError
+    from hybridtron.data.mds.opening import open_folder
+    from hybridtron.data.sources import cache_options
+
+    try:
+        return open_folder(path, cache_options(data)).digest
+    except FolderError as error:
+        raise Unusable(f"--data: {error}") from error
 
 
 def open_sources(data: DataConfig, path: str | None) -> Sources:

@@ -1,4 +1,7 @@
-"""The instruments of length generalization (`length.py`) on held-out text: each one's lines, and a table of them."""
+"""The instruments of length generalization (`length.py`) on held-out text: each one's lines, and a table of them.
+
+A table is made of the lines alone, so that what was measured before is shown without reading it again.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.table import Table
-
 from hybridtron.evaluate.pictures import Lines, draw
 from hybridtron.requirements import is_there
-from hybridtron.train.records import write_whole
+from hybridtron.train.records import read_lines, write_whole
 
 if TYPE_CHECKING:
     from hybridtron.config.schema import Config
@@ -24,10 +25,24 @@ Moved = Callable[[int, int], object]
 """Called with the tokens of a row that were read, and how many there are to read."""
 
 
-def written(
-    name: str, model: Reader, config: Config, text: Text, first: bool, output: Path, moved: Moved
-) -> Table | None:
-    """Measure by an instrument; the first process writes its lines and its picture. None: there is nothing to measure.
+class InstrumentTable(NamedTuple):
+    """Lines of an instrument in short: a title, columns, rows, and a sentence below them."""
+
+    title: str
+    header: tuple[str, ...]
+    cells: list[tuple[str, ...]]
+    note: str = ""
+
+
+class Instrument(NamedTuple):
+    """Measures lines of a text, and shows them as a table, given the training length."""
+
+    measure: Callable[[Reader, Text, int, Moved], Lines]
+    table: Callable[[Lines, int], InstrumentTable]
+
+
+def written(name: str, model: Reader, config: Config, text: Text, first: bool, output: Path, moved: Moved) -> bool:
+    """Measure by an instrument; the first process writes its lines and its picture. False: there is nothing to measure.
 
     All ranks of the model call this together.
     """
@@ -35,19 +50,22 @@ def written(
 
     piece = fitting_chunk(config.model, len(text.tokens_BT), model.context.size)
     attention = attention_at_eval(config.model)
-    lines, table = INSTRUMENTS[name](model, text, piece, moved)
-    if not lines:
-        return None
-    if first:
+    lines = INSTRUMENTS[name].measure(model, text, piece, moved)
+    if first and lines:
         lines_of_json = (json.dumps({**line, "attention": attention}) + "\n" for line in lines)
         write_whole(output / f"{name}.jsonl", "".join(lines_of_json))
         if is_there("matplotlib"):
             draw(name, lines, text.seq_len, output / f"{name}.png")
-    return table
+    return bool(lines)
 
 
-def positions(model: Reader, text: Text, piece: int, moved: Moved) -> tuple[Lines, Table]:
-    """Loss by position, and of the same tokens within the training length; in the table by doublings of that."""
+def table_of(name: str, folder: Path, seq_len: int) -> InstrumentTable:
+    """The table of the lines that an instrument wrote."""
+    return INSTRUMENTS[name].table(read_lines(folder / f"{name}.jsonl"), seq_len)
+
+
+def positions(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
+    """Loss by position, and of the same tokens within the training length."""
     from hybridtron.evaluate.length import position_losses
     from hybridtron.evaluate.within import losses_within, short_rows
 
@@ -56,19 +74,25 @@ def positions(model: Reader, text: Text, piece: int, moved: Moved) -> tuple[Line
     losses_L = position_losses(model, text.tokens_BT, piece, advanced)
     within_L = losses_within(model, text.tokens_BT, text.seq_len, piece, advanced)
     columns = zip(losses_L.tolist(), losses_L.exp().tolist(), within_L.tolist(), strict=True)
-    lines = [
+    return [
         {"position": position, "loss": loss, "perplexity": perplexity, "loss_within": within}
         for position, (loss, perplexity, within) in enumerate(columns, start=1)
     ]
-    table = Table("tokens before", "of the training length", "perplexity", "same tokens within it", box=None)
-    for one in rises(lines, text.seq_len):
-        reach = f"to {one.last / text.seq_len:.3g}x"
-        table.add_row(f"{one.first} to {one.last}", reach, f"{one.perplexity:.4g}", f"{one.within:.4g}")
-    if found := verdict(lines, text.seq_len):
+
+
+def positions_table(lines: Lines, seq_len: int) -> InstrumentTable:
+    """Perplexity by doublings of the training length."""
+    cells = [
+        (f"{one.first} to {one.last}", f"to {one.last / seq_len:.3g}x", f"{one.perplexity:.4g}", f"{one.within:.4g}")
+        for one in rises(lines, seq_len)
+    ]
+    note = ""
+    if found := verdict(lines, seq_len):
         says = "generalizes to this length" if found.holds else "does not generalize to this length"
         most = f"at most {found.most:.4g} times the perplexity of the same tokens within the training length"
-        table.caption = f"{says}: {most} (tolerance {TOLERANCE:.0%})"
-    return lines, table
+        note = f"{says}: {most} (tolerance {TOLERANCE:.0%})"
+    header = ("tokens before", "of the training length", "perplexity", "same tokens within it")
+    return InstrumentTable("positions: perplexity by the number of tokens before", header, cells, note)
 
 
 class Rise(NamedTuple):
@@ -113,45 +137,68 @@ def verdict(lines: Lines, seq_len: int) -> Verdict | None:
     return Verdict(max(one.perplexity / one.within for one in beyond)) if beyond else None
 
 
-def remembrance(model: Reader, text: Text, piece: int, moved: Moved) -> tuple[Lines, Table]:
+def remembrance(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
     """Effective Remembrance from the far past to the last token."""
     from hybridtron.evaluate.length import effective_remembrance, remembrance_points
 
     ts = remembrance_points(text.length)
     advanced = advance(moved, text.length + sum(text.length - t for t in ts if t))
     measured = effective_remembrance(model, text.tokens_BT[:, :-1], ts, piece, advanced)
-    table = Table("tokens not shown", "shown", "total variation", "Jensen-Shannon", "cosine distance", box=None)
-    for t, *distances in measured:
-        table.add_row(str(t), str(text.length - t), *(f"{value:.3g}" for value in distances))
-    return [{"length": text.length, **one._asdict()} for one in measured], table
+    return [{"length": text.length, **one._asdict()} for one in measured]
 
 
-def states(model: Reader, text: Text, piece: int, moved: Moved) -> tuple[Lines, Table]:
-    """Deviations of the states; in the table at the end against the training length."""
+def remembrance_table(lines: Lines, seq_len: int) -> InstrumentTable:
+    """The distances by how many tokens are not shown."""
+    distances = ("total_variation", "jensen_shannon", "cosine")
+    cells = [
+        (str(line["t"]), str(line["length"] - line["t"]), *(f"{line[key]:.3g}" for key in distances)) for line in lines
+    ]
+    title = "remembrance: how far the next token's distribution moves when the first tokens are not shown"
+    header = ("tokens not shown", "shown", "total variation", "Jensen-Shannon", "cosine distance")
+    return InstrumentTable(title, header, cells)
+
+
+def states(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
+    """Deviations of the states."""
     from hybridtron.evaluate.length import state_deviation
 
     every = max(1, text.length // STATE_POSITIONS)
     measured = state_deviation(model, text.tokens_BT[:, :-1], every, piece, advance(moved, text.length))
-    table = Table("layer", "position", "deviation", "position", "deviation", "grows by", "most in a head", box=None)
-    for layer in dict.fromkeys(one.layer for one in measured):
-        of_layer = [one for one in measured if one.layer == layer]
-        before, after = min(of_layer, key=lambda one: abs(one.position - text.seq_len)), of_layer[-1]
-        heads = [late / max(early, 1e-30) for early, late in zip(before.deviations, after.deviations, strict=True)]
-        at = [str(value) for one in (before, after) for value in (one.position, f"{one.overall:.4g}")]
-        grown = after.overall / max(before.overall, 1e-30)
-        table.add_row(str(layer), *at, f"x {grown:.3g}", f"x {max(heads):.3g}" if len(heads) > 1 else "no heads")
-    return [{**one._asdict(), "overall": one.overall} for one in measured], table
+    return [{**one._asdict(), "overall": one.overall} for one in measured]
 
 
-def entropy(model: Reader, text: Text, piece: int, moved: Moved) -> tuple[Lines, Table]:
+def states_table(lines: Lines, seq_len: int) -> InstrumentTable:
+    """Deviations at the end beside those at the training length."""
+    cells = []
+    for layer in dict.fromkeys(line["layer"] for line in lines):
+        of_layer = [line for line in lines if line["layer"] == layer]
+        before = min(of_layer, key=lambda line: abs(line["position"] - seq_len))
+        after = of_layer[-1]
+        both = zip(before["deviations"], after["deviations"], strict=True)
+        heads = [late / max(early, 1e-30) for early, late in both]
+        at = [str(value) for line in (before, after) for value in (line["position"], f"{line['overall']:.4g}")]
+        grown = f"x {after['overall'] / max(before['overall'], 1e-30):.3g}"
+        cells.append((str(layer), *at, grown, f"x {max(heads):.3g}" if len(heads) > 1 else "-"))
+    title = "states: standard deviation of each layer's recurrent state, near the training length and at the end"
+    header = ("layer", "position", "deviation", "position", "deviation", "grows by", "largest of a head")
+    return InstrumentTable(title, header, cells)
+
+
+def entropy(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
     """How widely each layer looks: of attention by the last queries, of a scan by its step sizes."""
     from hybridtron.evaluate.entropy import entropies
 
     measured = entropies(model, text.tokens_BT[:, :-1], piece, advance(moved, text.length))
-    table = Table("layer", "of", "entropy", "least", "greatest", "at most", box=None)
-    for layer, kind, *values in measured:
-        table.add_row(str(layer), kind, *(f"{value:.3f}" for value in values))
-    return [{"length": text.length, **one._asdict()} for one in measured], table
+    return [{"length": text.length, **one._asdict()} for one in measured]
+
+
+def entropy_table(lines: Lines, seq_len: int) -> InstrumentTable:
+    """Entropies by layer."""
+    values = ("entropy", "least", "greatest", "bound")
+    cells = [(str(line["layer"]), line["kind"], *(f"{line[key]:.3f}" for key in values)) for line in lines]
+    title = "entropy: how widely each layer looks, in nats; means over heads or channels"
+    header = ("layer", "of", "mean", "smallest", "largest", "of a uniform choice")
+    return InstrumentTable(title, header, cells)
 
 
 def advance(moved: Moved, tokens: int) -> Callable[[int], None]:
@@ -166,4 +213,9 @@ def advance(moved: Moved, tokens: int) -> Callable[[int], None]:
     return more
 
 
-INSTRUMENTS = {"positions": positions, "remembrance": remembrance, "states": states, "entropy": entropy}
+INSTRUMENTS = {
+    "positions": Instrument(positions, positions_table),
+    "remembrance": Instrument(remembrance, remembrance_table),
+    "states": Instrument(states, states_table),
+    "entropy": Instrument(entropy, entropy_table),
+}

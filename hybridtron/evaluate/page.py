@@ -29,7 +29,8 @@ def page(title: str, evaluations: Sequence[Evaluated], pictures: Iterable[tuple[
     if len(evaluations) > 1:
         parts.append(side_by_side(evaluations))
     for one in evaluations:
-        parts += of_one(one)
+        heading = [f"<h2>{escape(one.name)}</h2>"] if len(evaluations) > 1 else []
+        parts += [*heading, *of_one(one)]
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
@@ -38,10 +39,13 @@ def page(title: str, evaluations: Sequence[Evaluated], pictures: Iterable[tuple[
 def of_one(one: Evaluated) -> list[str]:
     """The section of a checkpoint."""
     about = "; ".join(f"{key}: {_worded(value)}" for key, value in one.about.items())
-    parts = [f"<h2>{escape(one.name)}</h2>", f'<p class="about">{escape(about)}</p>']
+    parts = [f'<p class="about">{escape(about)}</p>']
     if one.rows:
         cells = [(r["task"], str(r["length"]), r["metric"], shown(r), str(r["n"])) for r in one.rows]
         parts.append(table("Results", ("task", "length", "metric", "value ± standard error", "n"), cells))
+    for found in one.tables.values():
+        parts.append(table(found.title, found.header, found.cells))
+        parts += [f"<p>{escape(found.note)}</p>"] if found.note else []
     if one.left_out:
         parts.append(f"<p>Left out:</p><ul>{''.join(f'<li>{escape(text)}</li>' for text in one.left_out)}</ul>")
     parts += [image(name, file.read_bytes()) for name, file in one.pictures.items()]

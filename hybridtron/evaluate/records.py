@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 
 class Lines:
-    """Lines by their keys."""
+    """Lines by their keys, the newest last."""
 
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
@@ -27,20 +27,43 @@ class Lines:
         return key in self.lines
 
     def add(self, lines: Iterable[Line]) -> None:
-        self.lines |= {line["key"]: line for line in lines}
+        for line in lines:
+            self.lines.pop(line["key"], None)
+            self.lines[line["key"]] = line
+
+
+def recorded(file: Path, about: Mapping[str, Any]) -> list[Line]:
+    """The lines of a file that were measured with this. Unusable where its samples were measured with something else.
+
+    Instruments alone are measured again instead, as they take minutes, and nothing else is lost.
+    """
+    first, *lines = read_lines(file) or [{"about": about}]
+    before = first.get("about", {})
+    other = [key for key in {**before, **about} if not _same(key, before.get(key), about.get(key))]
+    if not other:
+        return lines
+    if not any("metrics" in line or "nats" in line for line in lines):
+        return []
+    was = {key: before.get(key) for key in other}
+    now = {key: about.get(key) for key in other}
+    raise Unusable(f"{file} was measured with {was}, now with {now}: delete it, or use another --output")
+
+
+def _same(key: str, before: Any, now: Any) -> bool:
+    """Whether both are equal; kernels that only the older one names are of ops that the model does not use."""
+    if key == "kernels" and before and now:
+        return all(before.get(op) == form for op, form in now.items())
+    return before == now
 
 
 class Records(Lines):
     """The lines of a file; with `writes` it is this process that adds to the file."""
 
     def __init__(self, file: Path, about: Mapping[str, Any], writes: bool = True) -> None:
+        super().__init__()
         self.file, self.about, self.writes = file, dict(about), writes
-        first, *lines = read_lines(file) or [{"about": self.about}]
-        if other := [key for key, value in self.about.items() if first.get("about", {}).get(key) != value]:
-            was = {key: first.get("about", {}).get(key) for key in other}
-            now = {key: self.about[key] for key in other}
-            raise Unusable(f"{file} was measured with {was}, now with {now}: delete it, or use another --output")
-        self.lines = {line["key"]: line for line in lines}
+        lines = recorded(file, about)
+        super().add(lines)
         if writes:
             text = "".join(json.dumps(line) + "\n" for line in ({"about": self.about}, *lines))
             write_whole(file, text)  # without a line that was cut short

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from hybridtron.evaluate.instruments import InstrumentTable
 from hybridtron.evaluate.records import Line
 from hybridtron.tasks import RULER_SE_GROUPS
 
@@ -25,7 +26,7 @@ AVERAGES = {**RULER_SE_GROUPS, "ruler_se": tuple(name for names in RULER_SE_GROU
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What was found out about a checkpoint, and the files of its pictures by their titles."""
+    """What was found out about a checkpoint, the files of its pictures by their titles, and tables by instrument."""
 
     name: str
     folder: Path
@@ -34,6 +35,7 @@ class Evaluated:
     lines: Sequence[Line]
     left_out: Sequence[str] = ()
     pictures: dict[str, Path] = field(default_factory=dict)
+    tables: Mapping[str, InstrumentTable] = field(default_factory=dict)
 
 
 def rows_of(lines: Iterable[Line], about: Mapping[str, Any]) -> list[Row]:

@@ -23,12 +23,12 @@ from hybridtron import __version__
 from hybridtron.device import compute_device
 from hybridtron.evaluate import perplexity
 from hybridtron.evaluate.answers import ask
-from hybridtron.evaluate.held_out import as_trained, read_text
-from hybridtron.evaluate.instruments import INSTRUMENTS, TOLERANCE, verdict, written
+from hybridtron.evaluate.held_out import Text, as_trained, digest_of_data, read_text
+from hybridtron.evaluate.instruments import INSTRUMENTS, TOLERANCE, table_of, verdict, written
 from hybridtron.evaluate.length import attention_at_eval
 from hybridtron.evaluate.page import page
 from hybridtron.evaluate.pictures import by_length, entropy_curves, heat_map, position_curves
-from hybridtron.evaluate.records import Line, Records
+from hybridtron.evaluate.records import Line, Records, recorded
 from hybridtron.evaluate.results import Evaluated, Row, by_length_rows, rows_of
 from hybridtron.evaluate.served import Served
 from hybridtron.evaluate.suites import Suite, fitting, suite_of
@@ -41,7 +41,9 @@ from hybridtron.storage.digest import digest_of
 from hybridtron.tasks.base import TextTokens
 from hybridtron.tasks.tokens import open_tokens
 from hybridtron.train.records import read_lines, write_whole
+from hybridtron.train.startup_report import ops_of
 
+NO_LAYER = "nothing to measure, the model has no layer of that kind"
 CURVES = {"positions": "perplexity by position", "entropy": "entropy by layer"}
 Bar = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 
@@ -72,14 +74,18 @@ def evaluate(model: Served, name: str, wishes: Wishes, output: Path, bar: Bar) -
     suite = fitting(suite, tokens, size, lenient=wishes.named)
     where = partial(perplexity.rows_of, model.folder, config.data, seq_len=seq_len, path=wishes.data)
     texts = [(one, *where(one)) for one in suite.perplexities]
-    records = opened(model, output, about(model, tokens, seq_len))
+    header = about(model, tokens, seq_len)
+    if wishes.data is not None:
+        header["data"] = digest_of_data(config.data, wishes.data)
+    text = _unread_text(model, suite, seq_len, wishes, output, header)
+    records = opened(model, output, header)
     with bar("tasks") as moved:
         ask(model, suite.cells, tokens, records, wishes.batch, moved)
     for one, rows_BT, described in texts:
         with bar(f"{one.label} {one.length}") as moved:
             perplexity.measure(model, one, rows_BT, described, records, wishes.batch, moved)
-    if model.replica == 0:
-        _instruments(model, suite, seq_len, wishes, output, records, bar)
+    if model.replica == 0 and text is not None:
+        _instruments(model, suite, wishes, text, output, records, bar)
     return finished(name, suite, records, output, seq_len) if model.first else Evaluated(name, output, {}, [], [])
 
 
@@ -97,44 +103,74 @@ def opened(model: Served, output: Path, header: Mapping[str, Any]) -> Records:
 def about(model: Served, tokens: TextTokens, seq_len: int) -> dict[str, Any]:
     """What every number is measured with."""
     device = compute_device().type
-    return {
-        "checkpoint": digest_of((model.folder / "manifest.json").read_bytes()),
+    used = ops_of(model.config.model)
+    found: dict[str, Any] = {
         "step": model.step,
         "seq_len": seq_len,
-        "tokenizer": tokens.digest,
-        "dtype": str(model.config.precision.name),
         "attention": attention_at_eval(model.config.model),
-        "kernels": {op: form for op, form, _ in choices(device)},
-        "decoding": "model" if model.read.model is None or unsupported_reason(model.read.model) else "compiled",
+        "dtype": str(model.config.precision.name),
         "device": device,
+        "decoding": "model" if model.read.model is None or unsupported_reason(model.read.model) else "compiled",
+        "kernels": {op: form for op, form, _ in choices(device) if op in used},
         "hybridtron": __version__,
+        "tokenizer": tokens.digest,
+        "checkpoint": digest_of((model.folder / "manifest.json").read_bytes()),
     }
+    layers = model.config.model.layers
+    if extended := {letter: options["self_extend"] for letter, options in layers.items() if "self_extend" in options}:
+        found["self_extend"] = extended
+    return found
+
+
+def _key(name: str, suite: Suite, wishes: Wishes) -> str:
+    return f"{name}/{suite.instrument_length}/{wishes.rows}"
+
+
+def _is_measured(key: str, name: str, lines: Iterable[Line], output: Path) -> bool:
+    """Whether the files of an instrument are those of this length and number of rows."""
+    newest = next((line for line in reversed(list(lines)) if line["task"] == name), None)
+    if newest is None or newest["key"] != key:
+        return False
+    return bool(newest.get("nothing")) or (output / f"{name}.jsonl").exists()
+
+
+def _unread_text(
+    model: Served, suite: Suite, seq_len: int, wishes: Wishes, output: Path, header: Mapping[str, Any]
+) -> Text | None:
+    """What instruments will read, before anything is written or measured; None where all have read it."""
+    lines = recorded(output / "samples.jsonl", header)
+    if all(_is_measured(_key(name, suite, wishes), name, lines, output) for name in suite.instruments):
+        return None
+    return read_text(model.folder, model.config.data, seq_len, wishes.data, suite.instrument_length, wishes.rows)
 
 
 def _instruments(
-    model: Served, suite: Suite, seq_len: int, wishes: Wishes, output: Path, records: Records, bar: Bar
+    model: Served, suite: Suite, wishes: Wishes, text: Text, output: Path, records: Records, bar: Bar
 ) -> None:
     """Each one's files; a line in the records says that they are there. One replica measures."""
-    length = suite.instrument_length
-    for name in suite.instruments:
-        key = f"{name}/{length}/{wishes.rows}"
-        if key in records and (output / f"{name}.jsonl").exists():
+    for number, name in enumerate(suite.instruments, 1):
+        key = _key(name, suite, wishes)
+        if _is_measured(key, name, records.lines.values(), output):
             continue
-        text = read_text(model.folder, model.config.data, seq_len, wishes.data, length, wishes.rows)
-        with bar(name) as moved:
-            table = written(name, model.read, model.config, text, model.first, output, moved)
-        if table is not None:
-            records.add(
-                [{"key": key, "task": name, "length": length, "rows": len(text.tokens_BT), "text": text.described}]
-            )
+        with bar(f"{name} ({number} of {len(suite.instruments)})") as moved:
+            some = written(name, model.read, model.config, text, model.first, output, moved)
+        line = {"key": key, "task": name, "length": text.length, "rows": len(text.tokens_BT), "text": text.described}
+        records.add([line if some else {**line, "nothing": True}])
 
 
 def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: int) -> Evaluated:
     """Results, pictures and page, of all that is recorded."""
     lines = list(records.lines.values())
     rows = rows_of(lines, records.about) + _verdict(lines, records, output, seq_len)
-    write_whole(output / "results.json", json.dumps({"rows": rows, "left_out": suite.left_out}, indent=1) + "\n")
-    one = Evaluated(name, output, records.about, rows, lines, suite.left_out)
+    newest = {line["task"]: line for line in lines if line["task"] in INSTRUMENTS}
+    there = [name for name in INSTRUMENTS if name in newest and not newest[name].get("nothing")]
+    tables = {name: table_of(name, output, seq_len) for name in there}
+    without = [f"{name}: {NO_LAYER}" for name in newest if name not in there]
+    left_out = [*suite.left_out, *without]
+    shown = {name: table._asdict() for name, table in tables.items()}
+    results = {"rows": rows, "left_out": left_out, "instruments": shown}
+    write_whole(output / "results.json", json.dumps(results, indent=1) + "\n")
+    one = Evaluated(name, output, records.about, rows, lines, left_out, tables=tables)
     if is_there("matplotlib"):
         draw_all(one, seq_len)
     write_whole(output / "index.html", page(name, [one]))
@@ -164,7 +200,7 @@ def draw_all(one: Evaluated, seq_len: int) -> None:
     if tasks:
         by_length({one.name: tasks}, [seq_len], one.folder / "by_length.png")
         one.pictures["by length"] = one.folder / "by_length.png"
-    for name in INSTRUMENTS:
+    for name in one.tables:
         if (file := one.folder / f"{name}.png").exists():
             one.pictures[name] = file
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.nn import functional as F
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.cli import train
+from hybridtron.cli.given import progress_bar
 from hybridtron.cli.main import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.data.prepare.embedded import train_tokenizer
@@ -28,6 +31,7 @@ from hybridtron.model.lm import LanguageModel
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 300
+WRITTEN = ("samples.jsonl", "results.json", "index.html")
 LENGTHS = [40, 90, 7, 130, 90]  # of the validation documents without eos
 
 
@@ -101,9 +105,19 @@ def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
     assert "trained on rows of 16 tokens" in said
     assert "\x1b" not in said
     output = run / "evaluation" / "step-00000004"
-    assert {file.name for file in output.iterdir()} == {
-        f"{name}.{kind}" for name in ("positions", "remembrance", "states", "entropy") for kind in ("jsonl", "png")
-    }
+    names = ("positions", "remembrance", "states", "entropy")
+    files = {f"{name}.{kind}" for name in names for kind in ("jsonl", "png")}
+    assert {file.name for file in output.iterdir()} == {*files, *WRITTEN}
+    assert said.splitlines()[-1] == f"written: {output / 'index.html'}"
+    page, results = (output / "index.html").read_text(), json.loads((output / "results.json").read_text())
+    assert page.count("data:image/png;base64,") == 4
+    for name in names:
+        title = results["instruments"][name]["title"]
+        assert title.startswith(f"{name}: ")
+        assert title in said
+        assert html.escape(title) in page
+    assert page.count(f"{run.name}, step 4") == 2  # of the window and of the page
+    assert [row["metric"] for row in results["rows"]] == ["holds"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in output.glob("*.png"))
     lines = lines_of(output / "positions.jsonl")
     assert [line["position"] for line in lines] == list(range(1, 81))
@@ -137,11 +151,72 @@ def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path
     assert min(line["overall"] for line in deviations) > 0
 
 
+def test_what_was_measured_is_shown_without_being_measured_again(
+    run: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command again, also where the data is gone; another length, other data or attention is measured."""
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    arguments = [moved, "--length", "4x", "--rows", "2", "--instruments", "states,positions"]
+    first = reported(capsys, *arguments)
+    output = moved / "evaluation" / "step-00000004"
+    files = {file.name: file.read_bytes() for file in output.iterdir()}
+    data_gone = tmp_path / "gone"
+    data.rename(data_gone)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("hybridtron.evaluate.length.read_chunks", None)
+            assert reported(capsys, *arguments) == first
+            assert {file.name: file.read_bytes() for file in output.iterdir()} == files
+        asked_more = refused(capsys, moved, "--length", "2x")
+        assert "--data PATH says where the run's data is now" in asked_more
+    finally:
+        data_gone.rename(data)
+    lengths = {"2x": 32, "4x": 64}
+    for length in ("2x", "4x"):
+        reported(capsys, moved, "--length", length, "--rows", "2", "--instruments", "positions")
+        assert len(lines_of(output / "positions.jsonl")) == lengths[length]
+    again = lines_of(output / "positions.jsonl")
+    assert again == [json.loads(line) for line in files["positions.jsonl"].decode().splitlines()]
+    arguments[-1] = "positions"
+    reported(capsys, *arguments, "--attention", "full")
+    assert all(line["attention"] == {"W": "full"} for line in lines_of(output / "positions.jsonl"))
+    other = write_data(tmp_path / "other", [90, 80], tokenizer().to_str())
+    assert "2 long documents" in reported(capsys, *arguments, "--data", other)
+    assert lines_of(output / "positions.jsonl") != again
+
+
+def test_progress_is_reported_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line each 30 seconds, with the time left at the pace so far."""
+    seconds = iter([0.0, 10.0, 40.0, 50.0, 80.0])
+    monkeypatch.setattr("hybridtron.cli.given.time.monotonic", lambda: next(seconds))
+    with progress_bar("states (2 of 4)") as moved:
+        for done in (1, 4, 5, 8):
+            moved(done, 10)
+    assert capsys.readouterr().err.splitlines() == [
+        "states (2 of 4): 4 of 10, 0:01:00 left",
+        "states (2 of 4): 8 of 10, 0:00:20 left",
+    ]
+
+
+def test_the_page_names_the_kernels_that_the_model_uses(data: Path, tmp_path: Path, capsys) -> None:
+    run = trained(tmp_path / "run", data, "W-")
+    reported(capsys, run, "--length", "32", "--instruments", "positions", "--rows", "1")
+    kernels = lines_of(run / "evaluation/step-00000004/samples.jsonl")[0]["about"]["kernels"]
+    assert {"attention", "swiglu", "linear_cross_entropy"} <= kernels.keys()
+    assert not {"selective_scan", "ssd_scan", "delta_scan"} & kernels.keys()
+    page = (run / "evaluation/step-00000004/index.html").read_text()
+    assert page.index("step: 4") < page.index("kernels: ") < page.index("checkpoint: ")
+    assert "selective_scan" not in page
+
+
 def test_without_a_long_document_the_split_is_packed(run: Path, data: Path, tmp_path: Path, capsys) -> None:
     said = reported(capsys, run, "--length", "150", "--instruments", "positions", "--output", tmp_path)
     assert "2 rows of 150 tokens" in said
     assert "packed end to end" in said
-    assert [file.name for file in sorted(tmp_path.iterdir())] == ["positions.jsonl", "positions.png"]
+    assert {file.name for file in tmp_path.iterdir()} == {"positions.jsonl", "positions.png", *WRITTEN}
     documents = [np.append((np.arange(size) + 50 * i) % (VOCAB - 1) + 1, 0) for i, size in enumerate(LENGTHS)]
     rows = np.concatenate(documents)[: 2 * 151].reshape(2, 151)
     expected = losses_by_hand(folder_of(run, 4), list(rows))

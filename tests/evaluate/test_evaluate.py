@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,15 @@ def test_an_evaluation_that_was_killed_continues(
     assert (tmp_path / "samples.jsonl").read_bytes() == whole
     assert len(counted) == max(0, 5 + 3 - (kept - 1))
     assert (tmp_path / "results.json").read_bytes() == (output / "results.json").read_bytes()
+
+
+def test_samples_of_other_data_are_not_continued(run: Path, output: Path, tmp_path: Path, capsys) -> None:
+    shutil.copytree(output, tmp_path / "out")
+    other = write_data(tmp_path / "other", LENGTHS[::-1], tokenizer().to_str())
+    file = asked(tmp_path, ASKED)
+    options = ["--tasks", str(file), "--output", str(tmp_path / "out"), "--rows", "2"]
+    assert main(["evaluate", str(run), *options, "--data", str(other)]) == 2
+    assert "was measured with {'data': None}" in capsys.readouterr().err
 
 
 def test_one_sample_at_a_time_gives_the_same_answers(run: Path, output: Path, tmp_path: Path) -> None:

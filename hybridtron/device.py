@@ -90,37 +90,6 @@ def cuda_report() -> dict[str, str]:
     return report
 
 
-# Kernels of other packages that add up in no fixed order by default, cuBLAS and NCCL. What the user has set stays.
-FIXED_ORDER = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "MAMBA_DETERMINISTIC": "1",
-    "CAUSAL_CONV1D_DETERMINISTIC": "1",
-}
-
-
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Inside the block, if wanted, the same program gives the same bits again; ops that can't are refused by torch."""
-    if not wanted:
-        yield
-        return
-    for name, value in FIXED_ORDER.items():
-        os.environ.setdefault(name, value)
-    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark = benchmark
-
-
-def is_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
-
-
 def synchronize() -> None:
     """Wait for the device, so that a clock read next means something."""
     if compute_device().type == "cuda":
@@ -180,6 +149,24 @@ def wait_for(copies: Any) -> None:
     """What is computed from now on waits for what was copied inside of this `beside_computing`."""
     if compute_device().type == "cuda":
         torch.cuda.current_stream().wait_stream(copies.stream)
+
+
+def graph_of(call: Callable[[], object]) -> Callable[[], None]:
+    """A CUDA graph of what a call asks of the device, as a function that replays it. CUDA only.
+
+    The call is made once before, on a stream of its own as torch's notes on graphs want it, and must not wait for the
+    device. Raises torch's error where something in it can't be captured; the process should then capture nothing else.
+    """
+    torch.cuda.empty_cache()  # a graph has memory of its own
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        call()
+    torch.cuda.current_stream().wait_stream(other)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # autograd's thread asks for memory meanwhile
+        call()
+    return graph.replay
 
 
 def peak_memory_gib() -> float | None:

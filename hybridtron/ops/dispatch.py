@@ -22,7 +22,8 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 
-from hybridtron.device import is_deterministic, optional_package
+from hybridtron.determinism import is_deterministic
+from hybridtron.device import optional_package
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 Outputs = TypeVar("Outputs")
@@ -75,7 +76,7 @@ class Implementation(Generic[Inputs, Outputs]):
 
     `unsupported_reason` says why it can't compute some inputs, and `missing` what is not there that it needs beside its
     package; None if nothing is in the way. `repeats_bits` says whether it gives the same bits again, its backward pass
-    included, once `device.deterministic` asks for that.
+    included, once `determinism.deterministic` asks for that.
     """
 
     name: str

@@ -11,7 +11,8 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.layout import launched
 from hybridtron.config.resolve import last_step, resolve
 from hybridtron.config.schema import Config
-from hybridtron.device import deterministic, megatron_context
+from hybridtron.determinism import deterministic
+from hybridtron.device import megatron_context
 from hybridtron.parallel.groups import Groups, barrier, host_pids
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups

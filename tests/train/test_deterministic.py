@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from hybridtron import device
-from hybridtron.device import Package, deterministic
+from hybridtron import determinism
+from hybridtron.determinism import deterministic
+from hybridtron.device import Package
 from hybridtron.ops import dispatch
 from hybridtron.ops.registry import OPS
 from tests.train.conftest import Train, small_run_arguments
@@ -48,13 +49,13 @@ def test_two_runs_on_two_ranks_give_the_same_bits(layout: str, counting_folder: 
 
 
 def test_settings_are_put_back_and_the_user_s_own_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in device.FIXED_ORDER:
+    for name in determinism.FIXED_ORDER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     with deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
-        assert device.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        assert device.os.environ["NCCL_ALGO"] == "Tree"
+        assert determinism.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert determinism.os.environ["NCCL_ALGO"] == "Tree"
     assert not torch.are_deterministic_algorithms_enabled()
     with deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridtron.device import compute_capability, is_deterministic, optional_package
+from hybridtron.determinism import is_deterministic
+from hybridtron.device import compute_capability, optional_package
 from hybridtron.ops.attention.reference import AttentionInputs
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_borders

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
+import importlib.util
 import json
 import re
 import struct
@@ -90,6 +92,20 @@ def target_absent_gpu(capability: tuple[int, int]) -> None:
         get_current_device=lambda: 0, get_current_stream=lambda _: 0, get_current_target=lambda: target
     )
     driver.set_active(absent)
+
+
+def compiler_key() -> str | None:
+    """A digest of Triton and its ptxas: kernels compiled elsewhere are found in a cache only where it is the same.
+
+    None where there is no Triton. Kernels' text, arguments and options decide the rest of a cached name.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    cache = importlib.import_module("triton.runtime.cache")
+    keys = cache if hasattr(cache, "triton_key") else importlib.import_module("triton.compiler.compiler")
+    return hashlib.sha256(f"{keys.triton_key()} {get_ptxas_version(90)}".encode()).hexdigest()[:16]
 
 
 def read(capability: tuple[int, int], codes: Sequence[MachineCode]) -> list[CompiledKernel]:

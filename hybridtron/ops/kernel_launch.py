@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridtron.ops.dispatch import Implementation, untraced
 
 PROCESSORS = 132  # of an H100, and counted on every GPU: the order in which programs' sums are added depends on it
+TRITON = "triton"  # the package, and the name of each implementation that is made of our kernels
 
 
 def own_kernels(
@@ -37,7 +38,7 @@ def own_kernels(
             return "the kernels have no float64"
         return unsupported_reason(inputs)
 
-    return Implementation("triton", call, "cuda", "triton", reason)
+    return Implementation(TRITON, call, "cuda", TRITON, reason)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, registers: int | None = None) -> None:
@@ -66,6 +67,49 @@ def recorded_launches(note: Callable[[Any, tuple[int, ...], tuple[Any, ...], dic
         yield
     finally:
         JITFunction.run = launched
+
+
+@contextmanager
+def noted_launches(note: Callable[[Any], object]) -> Iterator[None]:
+    """Inside, on every thread, `note` gets each kernel just before it is launched."""
+    from triton.runtime.jit import JITFunction
+
+    launched = JITFunction.run
+
+    def run(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        if not options.get("warmup"):
+            note(kernel)
+        return launched(kernel, *arguments, **options)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launched
+
+
+def kernel_name(kernel: Any) -> str:
+    """`scan.walk`: a kernel of ours by its op and its function."""
+    return f"{kernel.fn.__module__.split('.')[-2]}.{kernel.__name__.strip('_')}"
+
+
+@contextmanager
+def tuned_over(most: int) -> Iterator[None]:
+    """Inside, kernels of other packages try this number of their configurations, evenly chosen: all take minutes."""
+    from triton.runtime.autotuner import Autotuner
+
+    tuned = Autotuner.run
+
+    def run(tuner: Any, *arguments: Any, **options: Any) -> Any:
+        step = ceil_div(len(tuner.configs), most)
+        tuner.configs = tuner.configs[step // 2 :: step]
+        return tuned(tuner, *arguments, **options)
+
+    Autotuner.run = run
+    try:
+        yield
+    finally:
+        Autotuner.run = tuned
 
 
 def last_side_by_side(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.kernel_compiled import MachineCode, compile_for
+from hybridtron.ops.kernel_launch import kernel_name
 from hybridtron.planning.rates import GPU
 from hybridtron.rehearse.census import size_of
 
@@ -25,7 +26,7 @@ class KernelLaunch:
     @property
     def name(self) -> str:
         """`scan.walk`: the function's, after its op's."""
-        return f"{self.kernel.fn.__module__.split('.')[-2]}.{self.kernel.__name__.strip('_')}"
+        return kernel_name(self.kernel)
 
     @property
     def named(self) -> dict[str, Any]:

@@ -147,16 +147,29 @@ class _RMSNorm(torch.autograd.Function):
         """The gradient of what was normed is also that of what was added."""
         x, weight_D, scale_R = ctx.saved_tensors
         *of_sum, dy = (grad.contiguous() for grad in grads)  # of the sum: what reaches it past the norm
-        dx, channels, rows = torch.empty_like(x), x.shape[-1], len(scale_R)
         dadded = None if ctx.added_dtype in (None, x.dtype) else torch.empty_like(x, dtype=ctx.added_dtype)
-        tile_rows, block, warps = tile(channels)
-        shares = min(ceil_div(rows, tile_rows), programs_at_once(warps, RESIDENT_WARPS))
-        shares_SD = scale_R.new_empty(shares, channels)
-        given = (x, weight_D, dy, of_sum[0] if of_sum else None, scale_R)
-        sizes = (rows, channels, tile_rows, block)
-        launch(_backward, (shares,), *given, dx, dadded, shares_SD, *sizes, warps=warps, registers=REGISTERS)
+        dx, dweight_D = gradients(x, weight_D, scale_R, dy, of_sum[0] if of_sum else None, dadded)
         of_added = None if ctx.added_dtype is None else dx if dadded is None else dadded
-        return dx, of_added, shares_SD.sum(0).to(weight_D.dtype), None
+        return dx, of_added, dweight_D, None
+
+
+def gradients(
+    x: Tensor,
+    weight_D: Tensor,
+    scale_R: Tensor,
+    dy: Tensor,
+    dsum: Tensor | None = None,
+    dadded: Tensor | None = None,
+    programs: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dx and dw, by as many programs as fit on a GPU at a time, or by another number; dx is stored in `dadded` too."""
+    dx, channels, rows = torch.empty_like(x), x.shape[-1], len(scale_R)
+    tile_rows, block, warps = tile(channels)
+    shares = min(ceil_div(rows, tile_rows), programs or programs_at_once(warps, RESIDENT_WARPS))
+    shares_SD = scale_R.new_empty(shares, channels)
+    given = (x, weight_D, dy, dsum, scale_R, dx, dadded, shares_SD, rows, channels, tile_rows, block)
+    launch(_backward, (shares,), *given, warps=warps, registers=REGISTERS)
+    return dx, shares_SD.sum(0).to(weight_D.dtype)
 
 
 def tile(channels: int) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 # make test    sets up what is missing and runs lint, types and tests
 # make setup-metrics   adds TensorBoard and Weights & Biases
 # make setup-dali   adds NVIDIA DALI, for data.feed=dali (400 MB)
+# make gpu-measure MINUTES=4.5   on a machine with a GPU: the next undone parts of a list, most valuable first
 # make reference   writes docs/keys.md, the reference of all keys
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make passkey   trains tiny models to find a key in long texts, with Mamba and without (an hour)
@@ -28,7 +29,7 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  passkey mixers joint-recall grown span-study papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit \
+  passkey mixers joint-recall grown span-study papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one gpu-measure audit \
   chaos rehearse reference format clean
 
 train: $(VENV)/.ready
@@ -136,6 +137,9 @@ rehearse: $(VENV)/.dev
 
 gpu-day-one: $(VENV)/.dev
 	$(BIN)/python -m hybridtron.proving.gpu.day_one build/gpu_day_one
+
+gpu-measure: $(VENV)/.dev
+	$(BIN)/python -m hybridtron.proving.gpu.measure $(if $(MINUTES),--minutes $(MINUTES))
 
 reference: $(VENV)/.ready
 	$(BIN)/python docs/make_keys.py

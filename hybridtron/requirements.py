@@ -25,6 +25,7 @@ ALONE = {"streaming": {"mosaicml-streaming": "==0.13.0"}}
 """What an extra stands for without naming it: pip would install the versions that it pins (transformers < 5,
 numpy < 2.2, torchvision), which break what is installed and are not needed for what is used of it."""
 MODULES = {
+    "fla-core": "fla",
     "hydra-core": "hydra",
     "megatron-core": "megatron.core",
     "mosaicml-streaming": "streaming",

@@ -21,6 +21,7 @@ ORDER = [
     "own_folders",
     "compiled",
     "device",
+    "determinism",
     "architecture",
     "optimizers",
     "config",
@@ -47,6 +48,7 @@ ORDER = [
 ]
 OWNERS = {
     "mamba_ssm": "ops/*/mamba_ssm.py",  # one file for each of its kernels
+    "fla": "proving/gpu/queue/fla.py",
     "causal_conv1d": "ops/conv/causal_conv1d.py",
     "flash_attn": "ops/attention/flash_attn.py",  # flash-attn 2 and 4
     "flash_attn_interface": "ops/attention/flash_attn.py",  # 3
@@ -68,6 +70,7 @@ OWNERS = {
     # kernels of our own
     "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/gate_kernels.py ops/*/kernels*.py ops/*/triton.py",
 }
+STOOD_FOR = ("rehearse/stand_ins.py", "rehearse/signatures.py")
 TORCH_FREE = (
     *("regular_files", "problems", "limits", "own_folders", "compiled"),
     *("architecture", "optimizers", "config", "planning", "tasks"),
@@ -212,7 +215,7 @@ def foreign_packages(source: SourceFile) -> set[str]:
     named |= {text.split(".")[0] for text in source.strings if text.replace(".", "_").isidentifier()}
     own = {name for name, owners in OWNERS.items() if any(fnmatch(source.name, owner) for owner in owners.split())}
     foreign = named & OWNERS.keys() - own
-    if source.name in ("requirements.py", "cli/doctor.py", "cli/lean_imports.py", "rehearse/stand_ins.py"):
+    if source.name in ("requirements.py", "cli/doctor.py", "cli/lean_imports.py", *STOOD_FOR):
         return set()  # looked for, hidden or stood for, not imported
     if source.name.startswith("config/check"):
         return foreign - {"wandb", "transformer_engine", "nvidia"}  # asked for, not imported

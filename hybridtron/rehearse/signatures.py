@@ -22,6 +22,15 @@ SOURCES = {
     "flash-attn-3": {"hopper/flash_attn_interface.py": ("flash_attn_func", "flash_attn_varlen_func")},
     "flash-attn-4": {"flash_attn/cute/interface.py": ("flash_attn_func", "flash_attn_varlen_func")},
     "causal-conv1d": {"causal_conv1d/causal_conv1d_interface.py": ("causal_conv1d_fn",)},
+    "fla-core": {
+        "fla/ops/gla/chunk.py": ("chunk_gla",),
+        "fla/ops/rwkv6/chunk.py": ("chunk_rwkv6",),
+        "fla/ops/gated_delta_rule/chunk.py": ("chunk_gated_delta_rule",),
+        "fla/ops/kda/chunk.py": ("chunk_kda",),
+        "fla/ops/simple_gla/chunk.py": ("chunk_simple_gla",),
+        "fla/modules/causal_conv1d/ops.py": ("causal_conv1d",),
+        "fla/modules/norm/fused_norm_gate.py": ("rms_norm_gated",),
+    },
     "mamba-ssm": {
         "mamba_ssm/ops/selective_scan_interface.py": ("selective_scan_fn",),
         "mamba_ssm/ops/triton/ssd_combined.py": ("mamba_chunk_scan_combined",),

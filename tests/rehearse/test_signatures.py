@@ -21,6 +21,7 @@ CALLERS = {
     "flash-attn": "ops/attention/flash_attn.py",
     "flash-attn-3": "ops/attention/flash_attn.py",
     "flash-attn-4": "ops/attention/flash_attn.py",
+    "fla-core": "proving/gpu/queue/fla.py",
     "causal-conv1d": "ops/conv/causal_conv1d.py",
     "mamba-ssm": "ops/scan/mamba_ssm.py ops/ssd/mamba_ssm.py",
 }
@@ -85,7 +86,7 @@ def test_the_stand_ins_have_the_parameters_of_the_packages(modules: dict[str, Mo
             for name in names.keys() & functions.keys():
                 assert inspect.signature(getattr(modules[module], name)) == signatures.signature(functions[name])
                 made += 1
-    assert made == sum(len(package["functions"]) for package in KEPT.values())
+    assert made == sum(len(KEPT[package]["functions"]) for package in WORKS)  # others are only called by measurements
 
 
 def test_a_stand_in_refuses_a_call_that_does_not_fit(modules: dict[str, ModuleType]) -> None:

@@ -19,6 +19,7 @@ from hybridtron.config.load import choices_of
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.device import compute_device, describe_device, forget_peak_memory, peak_memory_gib, warn_of_waits
+from hybridtron.ops.kernel_launch import TRITON
 from hybridtron.planning.memory import plan
 from hybridtron.planning.rates import GB
 from hybridtron.problems import ConfigError
@@ -32,7 +33,8 @@ LINES_WRITTEN = ("command", "commit", "versions", "gpu", "losses", "peak_gb", "w
 SYNCHRONIZES = "synchronizing CUDA operation"  # of torch's warning
 QUICK = ("laptop", "mamba2_laptop")
 SHORT = ("phases.0.seq_len=128", "phases.0.global_batch=2", "phases.0.micro_batch=1")
-PACKAGES = ("torch", "megatron-core", "mamba-ssm", "causal-conv1d", "flash-attn", "transformer-engine")
+BESIDE = ("mamba-ssm", "causal-conv1d", "flash-attn", "transformer-engine", "fla-core")
+PACKAGES = ("torch", TRITON, "megatron-core", *BESIDE)
 
 
 def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
@@ -90,7 +92,7 @@ def taken(settings: list[str]) -> dict[str, Any]:
     found = {
         "command": f"hybridtron check gpu --only every_recipe --recipe {recipe}, with {' '.join(others)}",
         "commit": commit(),
-        "versions": ", ".join([f"Python {platform.python_version()}", *_versions()]),
+        "versions": ", ".join([f"Python {platform.python_version()}", *package_versions()]),
         "gpu": describe_device(),
         "losses": losses,
         "peak_gb": None if memory is None else memory * 2**30 / GB,
@@ -124,7 +126,7 @@ def _speeds(config: Config, seconds: float) -> dict[str, float | None]:
     return {"tokens_per_second": tokens, "mfu": None if peak is None else tflops / peak}
 
 
-def _versions() -> list[str]:
+def package_versions() -> list[str]:
     return [f"{name} {found}" for name in PACKAGES if (found := installed(name))]
 
 

@@ -1,0 +1,71 @@
+"""Causal attention by each of torch's kernels, and windows as the recipes have them, through the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from hybridtron.device import compute_device
+from hybridtron.ops.attention import AttentionInputs
+from hybridtron.ops.attention import attention as attention_op
+from hybridtron.proving.gpu.queue.machine import fastest
+from hybridtron.proving.gpu.queue.rows import Recorder, Row, reason
+
+BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+SHAPES = {"gdn_hybrid_412m": (8, 4096, 8, 128), "samba_421m": (8, 4096, 12, 128)}  # rows, tokens, heads, channels
+WINDOW = 2048
+
+
+def attention(record: Recorder) -> None:
+    """Forward and backward together, and forward alone."""
+    for recipe, shape in SHAPES.items():
+        shape = (1, 64, 2, 32) if record.tiny else shape
+        for name in BACKENDS:
+            with record.case(f"{recipe}, full, {name}") as row:
+                row |= full(name, made(shape, True))
+        window = 16 if record.tiny else WINDOW
+        with record.case(f"{recipe}, window {window}, the op") as row:
+            call = windowed(window)
+            row |= passes(call, made(shape, False))
+
+
+def full(backend: str, given: list[Tensor]) -> Row:
+    """By one of torch's kernels; that it takes no such inputs is an answer too."""
+    try:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return passes(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), given)
+    except RuntimeError as error:
+        return {"available": False, "why": reason(error)}
+
+
+def windowed(window: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The op over rows without documents."""
+
+    def call(q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor) -> Tensor:
+        return attention_op(AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window=window))
+
+    return call
+
+
+def made(shape: tuple[int, int, int, int], heads_first: bool) -> list[Tensor]:
+    """q, k and v of random numbers."""
+    rows, tokens, heads, channels = shape
+    sizes = (rows, heads, tokens, channels) if heads_first else shape
+    return [torch.randn(sizes, device=compute_device()).bfloat16().requires_grad_() for _ in range(3)]
+
+
+def passes(call: Callable[..., Tensor], given: list[Tensor]) -> dict[str, float]:
+    """Milliseconds forward, and of both passes."""
+    q, k, v = given
+
+    def both() -> object:
+        y = call(q, k, v)
+        return torch.autograd.grad(y, given, torch.ones_like(y))
+
+    with torch.no_grad():
+        forward = fastest(lambda: call(q, k, v))
+    return {"forward_ms": 1e3 * forward, "both_ms": 1e3 * fastest(both)}

@@ -1,0 +1,36 @@
+"""One part in a process of its own: `python -m hybridtron.proving.gpu.queue.child PART FILE`, started by the queue.
+
+Rows go to the file as they are made. Exit code 1 where a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from hybridtron.proving.gpu.queue.parts import named
+from hybridtron.proving.gpu.queue.rows import Recorder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the part. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="one part of the GPU queue")
+    parser.add_argument("part")
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--modelled", type=Path)
+    chosen = parser.parse_args(arguments)
+    recorder = Recorder(chosen.rows, chosen.part, chosen.tiny, modelled(chosen.modelled))
+    named(chosen.part).function()(recorder)
+    return 1 if recorder.failures else 0
+
+
+def modelled(file: Path | None) -> dict[str, Any]:
+    """What a rehearsal says of the parts, where its file is given."""
+    return {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,188 @@
+"""Our kernels of an op beside another package's, on the same tensors: forward, both passes, and how far outputs differ.
+
+The other package's kernels choose between two of their configurations, since trying all takes minutes; a time of theirs
+may therefore be above their best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, silu
+from torch.utils._pytree import tree_leaves
+
+from hybridtron.device import compute_device
+from hybridtron.mixers.rwkv6 import read_before_step
+from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.delta import DeltaInputs, delta_scan
+from hybridtron.ops.dispatch import Op, force
+from hybridtron.ops.gla import GLAInputs, gla_scan
+from hybridtron.ops.kernel_launch import TRITON, tuned_over
+from hybridtron.ops.norm import RMSNormInputs, rms_norm
+from hybridtron.ops.scan import ScanInputs, selective_scan
+from hybridtron.ops.ssd import SSDInputs, ssd_scan
+from hybridtron.proving.gpu.queue import fla
+from hybridtron.proving.gpu.queue.machine import fastest
+from hybridtron.proving.gpu.queue.rows import Recorder
+
+CONFIGURATIONS = 2
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Sizes by name, a tiny one for a CPU; what makes inputs of sizes; the op; and the other package's call."""
+
+    sizes: Mapping[str, tuple[int, ...]]
+    tiny: tuple[int, ...]
+    inputs: Callable[..., Any]
+    ours: Callable[[Any], Any]
+    theirs: Callable[[Any], Any]
+
+
+def contest(record: Recorder, name: str) -> None:
+    """Two cases for each size, ours first: theirs may fail without it."""
+    chosen = CONTESTS[name]
+    sizes = {"tiny": chosen.tiny} if record.tiny else chosen.sizes
+    for size, numbers in sizes.items():
+        torch.manual_seed(0)
+        given = chosen.inputs(*numbers)
+        kept: list[Tensor] = []
+        for form, call in (("ours", chosen.ours), ("theirs", chosen.theirs)):
+            with record.case(f"{size}, {form}") as row, nullcontext() if record.tiny else tuned_over(CONFIGURATIONS):
+                kept.append(first(call(given)).detach().float())
+                row |= passes(call, given)
+                if form == "ours":
+                    row["model_ms"] = record.modelled.get("calls", {}).get(f"{name}, {size}", {}).get("ms")
+                row["apart"] = ((kept[-1] - kept[0]).norm() / kept[0].norm()).item()
+
+
+def passes(call: Callable[[Any], Any], given: Any) -> dict[str, float]:
+    """Milliseconds forward, and of both passes."""
+    with torch.no_grad():
+        forward = fastest(lambda: call(given))
+    return {"forward_ms": 1e3 * forward, "both_ms": 1e3 * fastest(lambda: both(call, given))}
+
+
+def both(call: Callable[[Any], Any], given: Any) -> object:
+    """Forward and backward; the gradients."""
+    wanted = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    y = first(call(given))
+    return torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
+
+
+def calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Both passes of ours at every size by name, for a rehearsal."""
+    for name, chosen in CONTESTS.items():
+        for size, numbers in chosen.sizes.items():
+            yield f"{name}, {size}", partial(both, chosen.ours, chosen.inputs(*numbers))
+
+
+def first(outputs: Any) -> Tensor:
+    """The output beside states."""
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+def by(op: Op[Any, Any], name: str) -> Callable[[Any], Any]:
+    """An implementation of the op on a GPU; on a CPU, which has none of these, the op."""
+    return lambda given: op(given) if compute_device().type == "cpu" else op.named(name).function(given)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=compute_device()).to(dtype).requires_grad_()
+
+
+def decay(*shape: int) -> Tensor:
+    """Log decays between -1 and 0."""
+    return (-torch.rand(shape, device=compute_device())).requires_grad_()
+
+
+def unit(*shape: int) -> Tensor:
+    """Keys of length 1, as the delta rule wants them."""
+    return normalize(torch.randn(shape, device=compute_device()), dim=-1).bfloat16().requires_grad_()
+
+
+def gla_inputs(B: int, L: int, H: int, N: int, P: int) -> GLAInputs:
+    return GLAInputs(normal(B, L, H, N), normal(B, L, H, N), normal(B, L, H, P), decay(B, L, H, N))
+
+
+def rwkv6_inputs(B: int, L: int, H: int, N: int, P: int) -> tuple[GLAInputs, Tensor]:
+    return gla_inputs(B, L, H, N, P), normal(H, N, dtype=torch.float32)
+
+
+def delta_inputs(B: int, L: int, H: int, N: int, P: int, G: int) -> DeltaInputs:
+    beta_BLH = torch.rand(B, L, H, device=compute_device()).requires_grad_()
+    return DeltaInputs(unit(B, L, H, N), unit(B, L, H, N), normal(B, L, H, P), beta_BLH, decay(B, L, H, G))
+
+
+def ssd_inputs(B: int, L: int, H: int, P: int, G: int, N: int) -> SSDInputs:
+    A_H = (-torch.rand(H, device=compute_device()) - 0.5).requires_grad_()
+    per_head = normal(H, dtype=torch.float32), normal(H, dtype=torch.float32)
+    return SSDInputs(normal(B, L, H, P), normal(B, L, H), A_H, normal(B, L, G, N), normal(B, L, G, N), *per_head)
+
+
+def scan_inputs(B: int, L: int, E: int, N: int) -> ScanInputs:
+    A_EN = (-torch.rand(E, N, device=compute_device()) - 0.5).requires_grad_()
+    per_channel = normal(E, dtype=torch.float32), normal(E, dtype=torch.float32)
+    states = normal(B, L, N), normal(B, L, N)
+    return ScanInputs(normal(B, L, E), normal(B, L, E), A_EN, *states, *per_channel, normal(B, L, E))
+
+
+def conv_inputs(B: int, L: int, C: int) -> ConvInputs:
+    return ConvInputs(normal(B, L, C), normal(C, 4), normal(C), activation=True)
+
+
+def norm_inputs(rows: int, channels: int) -> tuple[RMSNormInputs, Tensor]:
+    weight_D = torch.ones(channels, device=compute_device()).requires_grad_()
+    return RMSNormInputs(normal(rows, channels), weight_D, EPS), normal(rows, channels)
+
+
+def our_rwkv6(given: tuple[GLAInputs, Tensor]) -> Tensor:
+    with force(**({} if compute_device().type == "cpu" else {"gla_scan": TRITON})):
+        return read_before_step(*given)[0]
+
+
+def our_gated_norm(given: tuple[RMSNormInputs, Tensor]) -> Tensor:
+    return by(rms_norm, TRITON)(given[0]) * silu(given[1])
+
+
+SSD_SIZES = {
+    "4x2048 H64 P64 G1 N128": (4, 2048, 64, 64, 1, 128),
+    "8x4096 H64 P64 G1 N128": (8, 4096, 64, 64, 1, 128),
+    "2x4096 H128 P64 G8 N128": (2, 4096, 128, 64, 8, 128),
+}
+SSD_TINY = (1, 32, 2, 8, 1, 16)
+CONV_SIZES = {"8x4096x3072": (8, 4096, 3072), "4x2048x4352": (4, 2048, 4352)}
+GLA_SIZES = {"32x512 H4 K128 V256": (32, 512, 4, 128, 256), "8x4096 H4 K128 V256": (8, 4096, 4, 128, 256)}
+RWKV6_SIZES = {"256x256 H8 K64 V64": (256, 256, 8, 64, 64), "8x4096 H8 K64 V64": (8, 4096, 8, 64, 64)}
+DELTA_SIZES = {
+    "8x4096 H8 K96 V192 by head": (8, 4096, 8, 96, 192, 1),
+    "8x4096 H16 K128 V128 by head": (8, 4096, 16, 128, 128, 1),
+    "8x4096 H8 K128 V128 by channel": (8, 4096, 8, 128, 128, 128),
+}
+SCAN_SIZES = {"8x4096x3072 N16": (8, 4096, 3072, 16), "4x4096x4608 N16": (4, 4096, 4608, 16)}
+NORM_SIZES = {"262144x192": (262144, 192), "65536x256": (65536, 256)}
+CONTESTS = {
+    "gla, fla-core": Contest(GLA_SIZES, (1, 32, 2, 16, 16), gla_inputs, by(gla_scan, TRITON), fla.gla),
+    "rwkv6, fla-core": Contest(RWKV6_SIZES, (1, 32, 2, 16, 16), rwkv6_inputs, our_rwkv6, lambda g: fla.rwkv6(*g)),
+    "delta, fla-core": Contest(DELTA_SIZES, (1, 32, 2, 16, 16, 1), delta_inputs, by(delta_scan, TRITON), fla.delta),
+    "ssd, fla-core": Contest(SSD_SIZES, SSD_TINY, ssd_inputs, by(ssd_scan, TRITON), fla.ssd),
+    "conv, fla-core": Contest(CONV_SIZES, (1, 32, 16), conv_inputs, by(causal_conv, TRITON), fla.conv),
+    "gated_rms_norm, fla-core": Contest(
+        NORM_SIZES, (64, 32), norm_inputs, our_gated_norm, lambda g: fla.gated_rms_norm(*g)
+    ),
+    "ssd, mamba-ssm": Contest(SSD_SIZES, SSD_TINY, ssd_inputs, by(ssd_scan, TRITON), by(ssd_scan, "mamba-ssm")),
+    "selective_scan, mamba-ssm": Contest(
+        SCAN_SIZES, (1, 32, 16, 4), scan_inputs, by(selective_scan, TRITON), by(selective_scan, "mamba-ssm")
+    ),
+    "conv, causal-conv1d": Contest(
+        CONV_SIZES, (1, 32, 16), conv_inputs, by(causal_conv, TRITON), by(causal_conv, "causal-conv1d")
+    ),
+}
+"""By op and package."""

@@ -1,0 +1,76 @@
+"""Calls of flash-linear-attention's kernels with our ops' inputs; the one file that names that package.
+
+It makes gates and norms of its own where it is asked to: here it gets what our ops get, and a scale of 1. Before Triton
+3.7.1 it refuses gradients of the gated delta rule on Hopper, since they are wrong there; their time is what is asked
+here, so the refusal is lifted and gradients are not compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtron.device import optional_package
+from hybridtron.ops.conv import ConvInputs
+from hybridtron.ops.delta import DeltaInputs
+from hybridtron.ops.gla import GLAInputs
+from hybridtron.ops.norm import RMSNormInputs
+from hybridtron.ops.scan.reference import step_sizes
+from hybridtron.ops.ssd import SSDInputs
+
+
+def module(name: str) -> Any:
+    """One of its modules. Raises RuntimeError with the reason where there is none."""
+    package = optional_package(f"fla.{name}")
+    if package.module is None:
+        raise RuntimeError(f"fla.{name} is {package.reason}: pip install --no-deps fla-core einops")
+    return package.module
+
+
+def gla(inputs: GLAInputs) -> Tensor:
+    q, k, v, g = inputs[:4]
+    y_BLHP, _ = module("ops.gla").chunk_gla(q, k, v, g, scale=1.0)
+    return y_BLHP
+
+
+def rwkv6(inputs: GLAInputs, bonus_HN: Tensor) -> Tensor:
+    """The token's own pair is read with a bonus."""
+    r, k, v, w = inputs[:4]
+    y_BLHP, _ = module("ops.rwkv6").chunk_rwkv6(r, k, v, w, bonus_HN.to(r.dtype), scale=1.0)
+    return y_BLHP
+
+
+def delta(inputs: DeltaInputs) -> Tensor:
+    """Gated DeltaNet's kernels for decays by head, KDA's for decays by key channel."""
+    q, k, v, beta_BLH, g_BLHG = inputs[:5]
+    beta_BLH = beta_BLH.to(v.dtype)
+    if g_BLHG.shape[-1] > 1:
+        return module("ops.kda").chunk_kda(q, k, v, g_BLHG, beta_BLH, scale=1.0)[0]
+    module("ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
+    g_BLH = g_BLHG.squeeze(-1)
+    return module("ops.gated_delta_rule").chunk_gated_delta_rule(q, k, v, g_BLH, beta_BLH, scale=1.0)[0]
+
+
+def ssd(inputs: SSDInputs) -> Tensor:
+    """As gated linear attention with one decay a head; its heads do not share B and C."""
+    x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, _, _ = inputs
+    delta_BLH = step_sizes(dt_BLH, dt_bias_H)
+    heads = x_BLHP.shape[2] // B_BLGN.shape[2]
+    B_BLHN, C_BLHN = (each.repeat_interleave(heads, dim=2) for each in (B_BLGN, C_BLGN))
+    v_BLHP = (x_BLHP * delta_BLH.unsqueeze(3)).to(x_BLHP.dtype)
+    y_BLHP, _ = module("ops.simple_gla").chunk_simple_gla(C_BLHN, B_BLHN, v_BLHP, delta_BLH * A_H, scale=1.0)
+    return y_BLHP + D_H.to(x_BLHP.dtype)[:, None] * x_BLHP
+
+
+def conv(inputs: ConvInputs) -> Tensor:
+    x_BLC, weight_CW, bias_C = inputs[:3]
+    y_BLC, _ = module("modules.causal_conv1d").causal_conv1d(x_BLC, weight_CW, bias_C, activation="silu")
+    return y_BLC
+
+
+def gated_rms_norm(inputs: RMSNormInputs, gate: Tensor) -> Tensor:
+    """Norm and gate in one kernel each way."""
+    norm = module("modules.norm.fused_norm_gate")
+    return norm.rms_norm_gated(inputs.x, gate, inputs.weight.to(torch.float32), None, eps=inputs.eps)

@@ -1,0 +1,101 @@
+"""A profiled step as a table by kernel, and the share of it in which the device does nothing.
+
+Triton names a kernel by its function alone, and several ops have a `_backward`. Launches of one stream run in the order
+in which they are made; so the n-th event of a name belongs to the n-th launch of a function of that name, which is
+noted with its op.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from hybridtron.device import compute_device, synchronize
+from hybridtron.ops.kernel_launch import kernel_name, noted_launches
+
+SHOWN = 40
+GAP_US = 20.0
+
+
+class DeviceSpan(NamedTuple):
+    """One kernel or copy on the device, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Launched(NamedTuple):
+    """One launch of a kernel of ours: its function's name, and the name with its op."""
+
+    function: str
+    name: str
+
+
+def profiled(step: Any) -> tuple[list[DeviceSpan], list[Launched]]:
+    """One call of a step that has run before: what the device did, and our launches in order."""
+    kind = DeviceType.CUDA if compute_device().type == "cuda" else DeviceType.CPU
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == DeviceType.CUDA else [])]
+    launches: list[Launched] = []
+
+    def note(kernel: Any) -> None:
+        launches.append(Launched(kernel.__name__, kernel_name(kernel)))
+
+    with noted_launches(note), profile(activities=activities) as trace:
+        step()
+        synchronize()
+    events = (each for each in trace.events() or () if each.device_type == kind and not each.is_user_annotation)
+    return [DeviceSpan(each.name, each.time_range.start, each.time_range.end) for each in events], launches
+
+
+def labelled(spans: Sequence[DeviceSpan], launches: Sequence[Launched]) -> list[DeviceSpan]:
+    """Spans in order of time; those of our kernels have the op's name, where as many ran as were launched."""
+    ordered = sorted(spans, key=lambda span: span.start)
+    waiting: dict[str, list[str]] = defaultdict(list)
+    for launch in launches:
+        waiting[launch.function].append(launch.name)
+    seen: dict[str, int] = defaultdict(int)
+    for span in ordered:
+        seen[span.name] += 1
+    known = {name for name, names in waiting.items() if seen[name] == len(names)}
+    names = {name: iter(waiting[name]) for name in known}
+    return [span._replace(name=next(names[span.name])) if span.name in known else span for span in ordered]
+
+
+def by_kernel(spans: Sequence[DeviceSpan], modelled: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Calls and milliseconds by name, the longest first, beside the model's milliseconds of a step."""
+    calls: dict[str, int] = defaultdict(int)
+    busy: dict[str, float] = defaultdict(float)
+    for span in spans:
+        calls[span.name] += 1
+        busy[span.name] += (span.end - span.start) / 1e3
+    longest = sorted(busy, key=lambda name: -busy[name])[:SHOWN]
+    return [
+        {"kernel": name[:120], "calls": calls[name], "ms": round(busy[name], 4), "model_ms": modelled.get(name)}
+        for name in longest
+    ]
+
+
+def model_ms(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of a step by kernel, of a rehearsal's list of different launches."""
+    found: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        found[kernel["name"]] += 1e3 * kernel["seconds"] * kernel["launches"]
+    return {name: round(ms, 4) for name, ms in found.items()}
+
+
+def idle(spans: Sequence[DeviceSpan]) -> dict[str, float]:
+    """From the first kernel's start to the last one's end: busy time, and how much of all of it is none."""
+    busy, gaps, until = 0.0, 0, 0.0
+    ordered = sorted(spans, key=lambda span: span.start)
+    for number, span in enumerate(ordered):
+        gaps += number > 0 and span.start - until > GAP_US
+        busy += max(0.0, span.end - max(span.start, until)) if number else span.end - span.start
+        until = max(until, span.end)
+    whole = until - ordered[0].start if ordered else 0.0
+    share = 1 - busy / whole if whole else 0.0
+    return {"kernels": len(ordered), "busy_ms": busy / 1e3, "idle_share": share, "gaps over 20 us": gaps}

@@ -1,0 +1,118 @@
+"""The list of parts that a GPU measures, most valuable first: limits, cards, and the code that each of them measures.
+
+A part is a function that gets a `Recorder`. `code` are the files of the package whose change makes a result old
+(`digest`); a part's own file is among them, since a number means what that file does. To add a part, write its
+function, add it here, and add its calls to `rehearse/queue_model.py` where they compile kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridtron.proving.gpu.queue.digest import digest
+from hybridtron.proving.gpu.queue.rows import Recorder
+
+PARTS_OF_STEPS = (
+    *("engine/*.py", "mixers/*.py", "model/*.py", "parallel/*.py", "proving/steps.py"),
+    *("ops/dispatch.py", "ops/kernel_launch.py", "ops/gate_kernels.py", "ops/flex_tiles.py", "ops/recomputed_gate.py"),
+    *(f"ops/{op}/*.py" for op in ("attention", "conv", "delta", "gated_norm", "gla", "loss", "norm", "product")),
+    *(f"ops/{op}/*.py" for op in ("rope", "scan", "softmax", "ssd", "swiglu")),
+)
+RECIPES = {
+    "mamba2_1.3b": (4, 2048),
+    "gla_360m": (32, 512),
+    "gdn_hybrid_412m": (8, 4096),
+    "rwkv6_70m": (256, 256),
+    "samba_421m": (8, 4096),
+    "samba_1.3b": (4, 4096),
+}
+"""Rows and tokens of one micro-batch, as benchmarks/gpu.md has them; the model was furthest off for the first ones."""
+FP8_RECIPE, FP8_ROWS = "samba_1.7b_padded", (2, 4096)
+FLA, MAMBA_SSM, CONV1D, TE = "fla-core", "mamba-ssm", "causal-conv1d", "transformer-engine"
+
+
+@dataclass(frozen=True)
+class QueuePart:
+    """What to run, how long it may take, which code it measures, and which distributions it needs beside ours."""
+
+    name: str
+    about: str
+    run: str  # `file:function`, in this folder
+    limit_s: int
+    code: tuple[str, ...] = ()
+    argument: str = ""  # the function's second one, where it takes one: a recipe, or a contest
+    needs: tuple[str, ...] = ()
+    card: str = "h100"
+
+    @property
+    def file(self) -> str:
+        return f"proving/gpu/queue/{self.run.partition(':')[0]}.py"
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that its numbers depend on; the same wherever the code is the same."""
+        return digest((self.file, *self.code), (self.recipe,) if self.recipe else ())
+
+    @property
+    def recipe(self) -> str:
+        """Whose step is measured; of an op there is none."""
+        return self.argument if self.argument in (*RECIPES, FP8_RECIPE) else ""
+
+    def function(self) -> Callable[[Recorder], None]:
+        """The part's function; its file is imported now."""
+        file, _, name = self.run.partition(":")
+        found = getattr(importlib.import_module(f"{__package__}.{file}"), name)
+        return (lambda recorder: found(recorder, self.argument)) if self.argument else found
+
+
+def _step(recipe: str, limit_s: int) -> QueuePart:
+    about = "host or device: steps at R, R/2, R/4 rows and with few tokens, by kernel, replayed from a CUDA graph"
+    return QueuePart(f"step {recipe}", about, "whole_step:whole_step", limit_s, PARTS_OF_STEPS, recipe)
+
+
+def _contest(op: str, needs: str, limit_s: int, code: str) -> QueuePart:
+    about = f"the op's kernels beside those of {needs} on the same tensors"
+    files = (f"ops/{code}/*.py", "ops/kernel_launch.py", "proving/gpu/queue/fla.py")
+    return QueuePart(f"{op} beside {needs}", about, "contests:contest", limit_s, files, f"{op}, {needs}", (needs,))
+
+
+def _package_step(recipe: str, limit_s: int) -> QueuePart:
+    about = "the same step with the packages' scan and convolution"
+    name, needs = f"step {recipe} beside mamba-ssm", (MAMBA_SSM, CONV1D)
+    return QueuePart(name, about, "package_step:package_step", limit_s, PARTS_OF_STEPS, recipe, needs)
+
+
+_NORMS = "the norm's backward pass by its number of programs, beside torch's"
+_ATTENTION = "causal attention by torch's backends, and windows through FlexAttention"
+_FP8 = "steps in bf16 and in FP8 by Transformer Engine"
+PARTS = (
+    QueuePart("machine", "what else runs, settings, ceilings of copies, products and launches", "machine:machine", 20),
+    _step("mamba2_1.3b", 60),
+    _step("gla_360m", 45),
+    QueuePart("norms", _NORMS, "norms:norms", 20, ("ops/norm/*.py", "ops/kernel_launch.py")),
+    _step("gdn_hybrid_412m", 45),
+    _step("rwkv6_70m", 45),
+    _contest("gla", FLA, 45, "gla"),
+    _step("samba_421m", 60),  # FlexAttention's kernels are compiled there
+    _step("samba_1.3b", 60),
+    _contest("delta", FLA, 60, "delta"),
+    _contest("rwkv6", FLA, 45, "gla"),
+    _contest("ssd", FLA, 25, "ssd"),
+    _contest("conv", FLA, 20, "conv"),
+    _contest("gated_rms_norm", FLA, 15, "norm"),
+    QueuePart("attention", _ATTENTION, "attention:attention", 25, ("ops/attention/*.py", "ops/flex_tiles.py")),
+    _contest("ssd", MAMBA_SSM, 60, "ssd"),
+    _contest("selective_scan", MAMBA_SSM, 30, "scan"),
+    _contest("conv", CONV1D, 20, "conv"),
+    _package_step("mamba2_1.3b", 90),
+    _package_step("samba_421m", 75),
+    QueuePart("fp8", _FP8, "fp8:fp8", 120, PARTS_OF_STEPS, FP8_RECIPE, (TE,)),
+)
+"""First what says where the time goes; all that needs no package with compiled code fits two calls of five minutes."""
+
+
+def named(name: str) -> QueuePart:
+    return next(part for part in PARTS if part.name == name)

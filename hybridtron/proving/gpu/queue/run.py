@@ -1,0 +1,143 @@
+"""Runs parts of the queue: which come first, each in a process of its own with a limit, rows from first to last.
+
+A part is done for a card where an attempt on it ended well with the same digest of the code. First come the parts that
+were never tried so, in the list's order, then those that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridtron.proving.gpu.queue.parts import QueuePart
+from hybridtron.proving.gpu.queue.rows import DONE, FAILED, LEFT_OUT, WHY_CHARACTERS, PartAttempt, Row, append, reason
+from hybridtron.requirements import is_there
+
+TIMED_OUT = 124
+MARGIN_S = 0.5  # beside a part's limit: to end its process
+
+
+@dataclass(frozen=True)
+class PartState:
+    """What the results say of a part on a card: done, failed, left out or undone, and by which attempt."""
+
+    part: QueuePart
+    card: str
+    state: str = "undone"
+    attempt: PartAttempt | None = None
+
+
+def state_of(part: QueuePart, card: str, known: Sequence[PartAttempt]) -> PartState:
+    """By the attempts with the same digest on the same card: one that ended well counts, else the last."""
+    own = [each for each in known if each.part == part.name and each.begin["card"] == card]
+    same = [each for each in own if each.begin["digest"] == part.digest]
+    well = [each for each in same if each.state == DONE]
+    if not same:
+        return PartState(part, card)
+    last = (well or same)[-1]
+    return PartState(part, card, last.state, last)
+
+
+def undone(parts: Sequence[QueuePart], card: str, known: Sequence[PartAttempt]) -> list[QueuePart]:
+    """What a run on this card takes, in order."""
+    states = [state_of(part, card, known) for part in parts]
+    failed = [each.part for each in states if each.state == FAILED]
+    return [each.part for each in states if each.state not in (DONE, FAILED)] + failed
+
+
+def missing(part: QueuePart) -> list[str]:
+    """Distributions that the part needs and this machine lacks."""
+    return [name for name in part.needs if not is_there(name)]
+
+
+def launched(command: Sequence[str], log: Path, limit_s: float) -> int:
+    """Run a part's process group, with what it prints in the log; it is ended at its limit. Returns the exit code."""
+    with log.open("a", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # a kernel that hangs lets no other signal through
+            process.wait()
+            return TIMED_OUT
+
+
+@dataclass
+class QueueRun:
+    """One run over parts until its time is over. `about` is in the first row of each part: card, commit, versions."""
+
+    rows: Path
+    about: Row
+    seconds: float
+    tiny: bool = False
+    modelled: Path | None = None
+    launch: Callable[[Sequence[str], Path, float], int] = launched
+    clock: Callable[[], float] = time.monotonic
+    show: Callable[[str], Any] = print
+    ended: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def log(self) -> Path:
+        return self.rows.with_suffix(".log")
+
+    def take(self, parts: Sequence[QueuePart]) -> dict[str, str]:
+        """Every part whose limit fits into the time that is left. Returns how each of them ended."""
+        start = self.clock()
+        for part in parts:
+            if lacking := [] if self.tiny else missing(part):
+                self._begin(part)
+                self._end(part, LEFT_OUT, f"needs {', '.join(lacking)}")
+                continue
+            left = self.seconds - (self.clock() - start)
+            if part.limit_s + MARGIN_S > left:
+                self.show(f"{part.name}: not begun, its limit of {part.limit_s} s is more than the {left:.0f} s left")
+                continue
+            self.show(f"{part.name}: at most {part.limit_s} s of the {left:.0f} s left")
+            self._measure(part)
+        return self.ended
+
+    def _measure(self, part: QueuePart) -> None:
+        self._begin(part)
+        printed = self.log.stat().st_size if self.log.exists() else 0
+        start = self.clock()
+        try:
+            code = self.launch(self._command(part), self.log, part.limit_s)
+        except OSError as error:
+            self._end(part, FAILED, reason(error))
+            return
+        seconds = self.clock() - start
+        if code == 0:
+            self._end(part, DONE, "", seconds)
+        elif code == TIMED_OUT:
+            self._end(part, FAILED, f"took longer than {part.limit_s} s", seconds)
+        else:
+            self._end(part, FAILED, f"exit code {code}: {self._last_lines(printed)}", seconds)
+
+    def _command(self, part: QueuePart) -> list[str]:
+        command = [sys.executable, "-m", f"{__package__}.child", part.name, str(self.rows)]
+        command += ["--tiny"] if self.tiny else []
+        return command + (["--modelled", str(self.modelled)] if self.modelled else [])
+
+    def _begin(self, part: QueuePart) -> None:
+        first = {"part": part.name, "is": "begin", "digest": part.digest, "limit_s": part.limit_s, "at": time.time()}
+        append(self.rows, {**first, **self.about})
+
+    def _end(self, part: QueuePart, state: str, why: str, seconds: float = 0.0) -> None:
+        self.ended[part.name] = state
+        append(self.rows, {"part": part.name, "is": "end", "state": state, "why": why, "seconds": round(seconds, 1)})
+        self.show(f"{part.name}: {state} after {seconds:.0f} s{f', {why}' if why else ''}")
+
+    def _last_lines(self, printed: int) -> str:
+        """The end of what the part has printed."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(printed)
+            return file.read().decode(errors="replace").strip()[-WHY_CHARACTERS:]

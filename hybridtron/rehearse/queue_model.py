@@ -1,0 +1,58 @@
+"""What rehearsals say of the GPU queue's parts; on the way all kernels that these launch are compiled.
+
+    TRITON_CACHE_DIR=FOLDER python -m hybridtron.rehearse.queue_model FILE --gpu h100
+
+Where Triton's cache then travels to a machine with the same Triton, ptxas and Python, and the same text of our kernels,
+nothing of ours is compiled there (`ops/kernel_compiled.compiler_key`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridtron.planning.rates import GPUS
+from hybridtron.proving.gpu.queue.parts import RECIPES
+from hybridtron.rehearse.rehearsal import RehearsalProcess
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rehearse, and write the file."""
+    parser = argparse.ArgumentParser(description="a rehearsal of the GPU queue, and its kernels compiled")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--gpu", default="h100", choices=sorted(GPUS))
+    parser.add_argument("--recipe", action="append", choices=list(RECIPES), help="these alone; may be repeated")
+    chosen = parser.parse_args(arguments)
+    process = RehearsalProcess(GPUS[chosen.gpu], packages=())
+    found = rehearsed(process, chosen.recipe or list(RECIPES))
+    chosen.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def rehearsed(process: RehearsalProcess, recipes: Sequence[str], tiny: bool = False) -> dict[str, Any]:
+    """Steps of recipes, and the ops' calls, as the parts make them."""
+    from hybridtron.ops.kernel_compiled import compiler_key  # what imports torch waits for the guard
+    from hybridtron.proving.gpu.queue import contests, norms
+    from hybridtron.proving.gpu.recipes import commit
+
+    steps = {recipe: step(process, recipe, tiny) for recipe in recipes}
+    of_calls = {} if tiny else process.calls(contests.calls) | process.calls(norms.calls)
+    calls = {key: {"ms": 1e3 * work.seconds, "gb": work.bytes / 1e9} for key, work in of_calls.items()}
+    return {"gpu": process.gpu.name, "compiler": compiler_key(), "commit": commit(), "steps": steps, "calls": calls}
+
+
+def step(process: RehearsalProcess, recipe: str, tiny: bool) -> dict[str, Any]:
+    """The step's model. Those with fewer rows and tokens are rehearsed for their kernels alone."""
+    from hybridtron.config.resolve import resolve
+    from hybridtron.proving.gpu.queue.whole_step import FEW, SHARES, settings, shrunk
+    from hybridtron.proving.steps import checked
+    from hybridtron.rehearse.report import as_json
+
+    config = checked(settings(recipe, tiny=tiny))
+    for smaller in (*(shrunk(config, rows=share) for share in SHARES[1:]), shrunk(config, tokens=FEW)):
+        process.rehearse(resolve(smaller)[0], 1, 0)
+    whole = process.rehearse(resolve(config)[0], 1, 0)
+    return {"device_ms": 1e3 * whole.time.whole.device, "kernels": as_json(whole)["kernels"]}

@@ -1,0 +1,123 @@
+"""The folder for a GPU machine without a network: what is asked of pip and of the rehearsal, sizes, and its script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridtron.proving.gpu import measure
+from tools import gpu_carry
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = {"python": "3.12", "torch": "2.13.0", "triton": "3.6.0", "megatron-core": "0.16.1"}
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """Every command, which writes what the real one would, a little of it."""
+    seen: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], environment: dict[str, str] | None = None) -> str:
+        seen.append((command, environment or {}))
+        if "download" in command:
+            folder = Path(command[command.index("-d") + 1])
+            folder.mkdir()
+            (folder / "einops-0.8.2-py3-none-any.whl").write_bytes(bytes(1000))
+        if "hybridtron.rehearse.queue_model" in command:
+            (Path(command[3])).write_text("{}")
+            cache = Path((environment or {})["TRITON_CACHE_DIR"])
+            cache.mkdir()
+            (cache / "_backward.cubin").write_bytes(bytes(2**20))
+        if "--target" in command:
+            Path(command[command.index("--target") + 1]).mkdir()
+        return json.dumps(VERSIONS)
+
+    monkeypatch.setattr(gpu_carry, "run", run)
+    return seen
+
+
+def test_what_is_carried(
+    tmp_path: Path, commands: list[tuple[list[str], dict[str, str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = tmp_path / "extra"
+    extra.mkdir()
+    (extra / "mamba_ssm-2.3.2-cp312-cp312-linux_x86_64.whl").write_bytes(bytes(2 * 2**20))
+    folder = tmp_path / ".carry"
+    assert gpu_carry.main([str(folder), "--python", sys.executable, "--extra", str(extra)]) == 0
+    assert {path.name for path in folder.iterdir()} == {
+        "wheels", "triton", "modelled.json", "measure.sh", "carried.json"
+    }  # fmt: skip
+    download = next(command for command, _ in commands if "download" in command)
+    assert {"megatron-core==0.16.1", "fla-core==0.6.0", "--no-deps", "3.12"} <= set(download)
+    environment = next(given for command, given in commands if "hybridtron.rehearse.queue_model" in command)
+    assert environment["TRITON_STORE_BINARY_ONLY"] == "1"
+    assert json.loads((folder / "carried.json").read_text()) == VERSIONS
+    assert "3.00 MiB  of 64" in capsys.readouterr().out.replace("3.01", "3.00")
+
+
+def test_more_than_may_travel_is_said(tmp_path: Path, commands: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_carry.main([str(tmp_path / "c"), "--python", sys.executable, "--limit-mib", "0.5"]) == 1
+    assert "too large to travel at once" in capsys.readouterr().out
+
+
+def test_another_triton_than_the_machine_s_is_refused(
+    tmp_path: Path, commands: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_carry.main([str(tmp_path / "c"), "--python", sys.executable, "--triton", "3.7.1"]) == 2
+    assert "triton 3.6.0, not 3.7.1" in capsys.readouterr().out
+
+
+def test_a_program_that_fails_ends_with_its_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        gpu_carry.run([sys.executable, "-c", "import sys; sys.exit('no such distribution')"])
+    assert "no such distribution" in capsys.readouterr().err
+
+
+def test_the_script_runs_the_queue(tmp_path: Path) -> None:
+    """By a python3 that prints what it is given."""
+    folder = tmp_path / ".carry"
+    (folder / "wheels").mkdir(parents=True)
+    (folder / "measure.sh").write_text(gpu_carry.SCRIPT.format(folder=".carry"))
+    program = tmp_path / "bin" / "python3"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$TRITON_CACHE_DIR|$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    given = ["bash", str(folder / "measure.sh"), "results", "--minutes", "4.5"]
+    done = subprocess.run(given, capture_output=True, text=True, env=environment, check=True)
+    cache, _, arguments = done.stdout.splitlines()[-1].partition("|")
+    assert cache == str(folder / "triton")
+    module = "-m hybridtron.proving.gpu.measure "
+    assert arguments.startswith(module)
+    chosen = measure.parse(arguments.removeprefix(module).split())
+    assert (chosen.output, chosen.minutes, chosen.modelled) == (Path("results"), 4.5, Path(".carry/modelled.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kernels_are_compiled_once(tmp_path: Path) -> None:
+    """A second process, as that of the GPU's machine, finds each in the cache."""
+    pytest.importorskip("triton")
+    program = (
+        "import json; from hybridtron.planning.rates import GPUS; from hybridtron.rehearse import queue_model\n"
+        "process = queue_model.RehearsalProcess(GPUS['h100'], packages=())\n"
+        "print(json.dumps(queue_model.rehearsed(process, ['gla_360m'], tiny=True)))"
+    )
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    listed: list[set[str]] = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+        )
+        listed.append({path.name for path in tmp_path.iterdir()})
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert listed[0] == listed[1]
+    names = {kernel["name"] for kernel in found["steps"]["gla_360m"]["kernels"]}
+    assert {"gla.outputs", "norm.backward", "swiglu.forward"} <= names
+    assert found["steps"]["gla_360m"]["device_ms"] > 0
+    assert len(found["compiler"]) == 16

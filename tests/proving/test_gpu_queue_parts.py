@@ -1,0 +1,251 @@
+"""Every line of the GPU queue's parts on a CPU: tiny sizes, and stand-ins for packages that GPU machines have."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.nn.functional import silu
+
+from hybridtron import device
+from hybridtron.mixers.rwkv6 import read_before_step
+from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.delta import DeltaInputs, delta_scan
+from hybridtron.ops.gla import GLAInputs, gla_scan
+from hybridtron.ops.kernel_launch import recorded_launches, tuned_over
+from hybridtron.ops.norm import RMSNormInputs, rms_norm
+from hybridtron.ops.ssd import DecayInputs, decay_scan
+from hybridtron.proving.gpu.queue import child, kernel_times, machine, norms, whole_step
+from hybridtron.proving.gpu.queue.kernel_times import DeviceSpan, Launched
+from hybridtron.proving.gpu.queue.parts import FLA, PARTS, RECIPES, QueuePart, named
+from hybridtron.proving.gpu.queue.rows import Recorder, Row, read
+from hybridtron.proving.steps import checked
+from hybridtron.rehearse import signatures
+
+pytestmark = pytest.mark.skipif(device.compute_device().type != "cpu", reason="runs for real where there is a GPU")
+
+GIVEN = dict[str, Any]
+THEIRS: dict[str, dict[str, Callable[[GIVEN], Any]]] = {
+    "ops.gla": {"chunk_gla": lambda g: _scaled(gla_scan(GLAInputs(g["q"], g["k"], g["v"], g["g"])), g)},
+    "ops.rwkv6": {
+        "chunk_rwkv6": lambda g: _scaled(read_before_step(GLAInputs(g["r"], g["k"], g["v"], g["w"]), g["u"]), g)
+    },
+    "ops.gated_delta_rule": {"chunk_gated_delta_rule": lambda g: _delta(g, g["g"].unsqueeze(-1))},
+    "ops.kda": {"chunk_kda": lambda g: _delta(g, g["g"])},
+    "ops.common.chunk_o": {},
+    "ops.simple_gla": {
+        "chunk_simple_gla": lambda g: _scaled(decay_scan(DecayInputs(g["q"], g["k"], g["v"], g["g"])), g)
+    },
+    "modules.causal_conv1d": {
+        "causal_conv1d": lambda g: causal_conv(
+            ConvInputs(g["x"], g["weight"], g["bias"], activation=g["activation"] == "silu")
+        )
+    },
+    "modules.norm.fused_norm_gate": {
+        "rms_norm_gated": lambda g: rms_norm(RMSNormInputs(g["x"], g["weight"], g["eps"])) * silu(g["g"])
+    },
+}
+"""What flash-linear-attention's functions compute, by its documentation, with our ops."""
+
+
+def _scaled(made: tuple[Tensor, Tensor], given: GIVEN) -> tuple[Tensor, Tensor]:
+    return made[0] * given["scale"], made[1]
+
+
+def _delta(given: GIVEN, g_BLHG: Tensor) -> tuple[Tensor, Tensor]:
+    return _scaled(delta_scan(DeltaInputs(given["q"], given["k"], given["v"], given["beta"], g_BLHG)), given)
+
+
+@pytest.fixture
+def fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of that package whose functions take exactly what those of the kept version take."""
+    kept = signatures.kept()[FLA]["functions"]
+
+    def made(name: str, compute: Callable[[GIVEN], Any]) -> Callable[..., Any]:
+        real = signatures.signature(kept[name])
+        return lambda *plain, **by_name: compute(real.bind(*plain, **by_name).arguments)
+
+    def found(name: str) -> SimpleNamespace:
+        functions = THEIRS[name.removeprefix("fla.")]
+        module = SimpleNamespace(**{each: made(each, compute) for each, compute in functions.items()})
+        return SimpleNamespace(module=module, reason="installed")
+
+    monkeypatch.setattr("hybridtron.proving.gpu.queue.fla.optional_package", found)
+
+
+def rows_of(part: QueuePart, folder: Path, modelled: dict[str, Any] | None = None) -> dict[str, Row]:
+    """The part's rows by case; none of them has failed."""
+    recorder = Recorder(folder / "rows.jsonl", part.name, tiny=True, modelled=modelled or {})
+    part.function()(recorder)
+    found = read(folder)
+    assert [row for row in found if row["is"] != "measured"] == []
+    return {row["case"]: row for row in found}
+
+
+def test_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "NVIDIA H100, $1"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setattr(machine, "compiler_key", lambda: "abc")
+    found = rows_of(named("machine"), tmp_path, {"compiler": "abc"})
+    assert found["host"]["settings"]["CUDA_LAUNCH_BLOCKING"] == "1"
+    assert found["gpu"]["lines"][0].startswith("NVIDIA H100, --query-gpu=name")
+    assert found["compiler"]["as in the carried cache"] is True
+    assert found["copy"]["tb_s"] > 0
+
+
+STEPS = [part for part in PARTS if part.run == "whole_step:whole_step"]
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.slow] if n else [], id=part.name) for n, part in enumerate(STEPS)]
+)
+def test_a_step(part: QueuePart, tmp_path: Path) -> None:
+    found = rows_of(part, tmp_path)
+    assert list(found) == ["rows/1", "rows/2", "rows/4", "tokens/16", "kernels", "graph"]
+    assert all(found[f"rows/{share}"]["ms"] > 0 for share in whole_step.SHARES)
+    assert found["kernels"]["kernels"] > 0
+    assert "CUDA" in found["graph"]["why"]
+
+
+def test_a_step_is_replayed_where_it_can_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def graph_of(call: Callable[[], object]) -> Callable[[], None]:
+        call()
+        return lambda: calls.append(call)
+
+    monkeypatch.setattr(whole_step, "graph_of", graph_of)
+    found = rows_of(named("step gla_360m"), tmp_path)
+    assert found["graph"]["captured"] is True
+    assert len(calls) == whole_step.ROUNDS + 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_on_a_gpu_is_a_valid_configuration(recipe: str) -> None:
+    config = checked(whole_step.settings(recipe))
+    rows, length = RECIPES[recipe]
+    assert (config.phases[0].micro_batch, config.phases[0].seq_len) == (rows, length)
+    smallest = whole_step.shrunk(config, rows=4).phases[0]
+    assert (smallest.micro_batch, smallest.global_batch) == (rows // 4, rows // 4)
+
+
+CONTESTS = [part for part in PARTS if part.run == "contests:contest"]
+
+
+@pytest.mark.parametrize("part", CONTESTS, ids=[part.name for part in CONTESTS])
+def test_a_contest(part: QueuePart, tmp_path: Path, fla: None) -> None:
+    """The other package, as its documentation has it, computes what ours does: it is given what it takes for that."""
+    found = rows_of(part, tmp_path)
+    assert list(found) == ["tiny, ours", "tiny, theirs"]
+    assert all(row["both_ms"] > 0 for row in found.values())
+    assert found["tiny, theirs"]["apart"] < 1e-2
+
+
+@pytest.mark.parametrize("name", ["attention", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_other_parts(name: str, tmp_path: Path) -> None:
+    found = rows_of(named(name), tmp_path)
+    assert len(found) == {"attention": 8, "fp8": 4}[name]
+
+
+@pytest.mark.slow
+def test_a_step_with_another_package(tmp_path: Path) -> None:
+    found = rows_of(named("step samba_421m beside mamba-ssm"), tmp_path)
+    assert found["ours"]["loss"] == found["theirs"]["loss"]  # on a CPU both are the reference
+
+
+def test_norms_over_grids(tmp_path: Path) -> None:
+    found = rows_of(named("norms"), tmp_path, {"calls": {norms.key(256, 96): {"ms": 0.5}}})
+    assert found["256x96"]["model_ms"] == 0.5
+    assert {"torch_ms", "ours_ms", "264_ms", "1056_ms", "4224_ms"} <= found["256x2304"].keys()
+
+
+def test_norms_are_launched_with_these_programs() -> None:
+    grids: list[int] = []
+    x_RD, dy_RD, weight_D = norms.tensors(8192, 2304)
+    with recorded_launches(lambda kernel, grid, *_: grids.append(grid[0])):
+        for _, call in norms.forms(x_RD.detach(), dy_RD, weight_D.detach()):
+            call()
+    assert tuple(grids[1:]) == norms.GRIDS
+
+
+def test_the_child_ends_with_whether_a_case_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(recorder: Recorder) -> None:
+        with recorder.case("one"):
+            raise RuntimeError(f"no {recorder.modelled['compiler']}")
+
+    (tmp_path / "modelled.json").write_text('{"compiler": "abc"}')
+    monkeypatch.setattr(QueuePart, "function", lambda _: part)
+    given = ["machine", str(tmp_path / "run.jsonl"), "--tiny", "--modelled", str(tmp_path / "modelled.json")]
+    assert child.main(given) == 1
+    assert read(tmp_path)[0]["why"] == "RuntimeError: no abc"
+
+
+def test_kernels_are_named_by_the_launches_that_made_them() -> None:
+    launches = [Launched("_backward", "norm.backward"), Launched("_backward", "conv.backward"), Launched("_walk", "x")]
+    spans = [
+        DeviceSpan("_backward", 5.0, 6.0),
+        DeviceSpan("_backward", 1.0, 3.0),
+        DeviceSpan("gemm", 3.0, 4.0),
+        DeviceSpan("_walk", 7.0, 8.0),
+    ]
+    named_spans = kernel_times.labelled([*spans, DeviceSpan("_walk", 9.0, 9.5)], launches)
+    assert [span.name for span in named_spans] == ["norm.backward", "gemm", "conv.backward", "_walk", "_walk"]
+    table = kernel_times.by_kernel(named_spans, {"norm.backward": 0.001})
+    assert table[0] == {"kernel": "norm.backward", "calls": 1, "ms": 0.002, "model_ms": 0.001}
+
+
+def test_idle_time_is_between_kernels() -> None:
+    """Two overlap, and then nothing runs for 30 of 40 us."""
+    spans = [DeviceSpan("a", 0.0, 5.0), DeviceSpan("b", 4.0, 8.0), DeviceSpan("c", 38.0, 40.0)]
+    found = kernel_times.idle(spans)
+    assert found == {"kernels": 3, "busy_ms": pytest.approx(0.01), "idle_share": 0.75, "gaps over 20 us": 1}
+    assert kernel_times.idle([]) == {"kernels": 0, "busy_ms": 0.0, "idle_share": 0.0, "gaps over 20 us": 0}
+
+
+def test_a_graph_is_captured_after_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stand-ins for torch's functions, which a build without CUDA lacks."""
+    seen: list[str] = []
+    stream = SimpleNamespace(wait_stream=lambda _: seen.append("wait"))
+    graph = SimpleNamespace(replay=lambda: seen.append("replay"))
+
+    @contextlib.contextmanager
+    def inside(name: str) -> Any:
+        seen.append(name)
+        yield
+        seen.append(f"end of {name}")
+
+    cuda = SimpleNamespace(
+        empty_cache=lambda: seen.append("empty"), Stream=lambda: stream, current_stream=lambda: stream,
+        stream=lambda _: inside("stream"), CUDAGraph=lambda: graph, graph=lambda _, capture_error_mode: inside("graph"),
+    )  # fmt: skip
+    monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda))
+    device.graph_of(lambda: seen.append("call"))()
+    assert seen == [
+        "empty", "wait", "stream", "call", "end of stream", "wait", "graph", "call", "end of graph", "replay"
+    ]  # fmt: skip
+
+
+def test_few_configurations_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from triton.runtime.autotuner import Autotuner
+
+    tried: list[int] = []
+    monkeypatch.setattr(Autotuner, "run", lambda tuner, *_, **__: tried.extend(tuner.configs))
+    with tuned_over(2):
+        Autotuner.run(SimpleNamespace(configs=list(range(12))))  # type: ignore[arg-type]
+    assert tried == [3, 9]
+    Autotuner.run(SimpleNamespace(configs=[1, 2, 3]))  # type: ignore[arg-type]
+    assert tried == [3, 9, 1, 2, 3]
+
+
+def test_no_module_of_the_package_is_needed_here() -> None:
+    assert not [name for name in sys.modules if name == "fla" and isinstance(sys.modules[name], ModuleType)]

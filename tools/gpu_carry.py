@@ -1,0 +1,195 @@
+"""Make a folder that a GPU machine without a network needs for `make gpu-measure`'s parts.
+
+    python tools/gpu_carry.py .carry --python .venv312/bin/python
+    python tools/gpu_carry.py .carry --python .venv312/bin/python --extra wheels/of/mamba-ssm
+
+There, in a copy of this checkout with the folder in it: `bash .carry/measure.sh RESULTS --minutes 4.5`.
+
+    wheels/         what is not on such a machine: pure Python, or built for its Python by their makers; of --extra all
+    triton/         Triton's cache with the kernels that the parts launch, compiled for sm_90
+    modelled.json   a rehearsal's times, which rows have beside them
+    measure.sh      installs the wheels into a folder of its own and runs the queue
+    carried.json    what the machine must have for all that to fit
+
+The interpreter must be of the machine's Python version (--python-version) and have torch, what training needs, and the
+machine's Triton (--triton), since compiled kernels are found by Triton's and ptxas's own bytes; which torch it has
+does not matter. `make setup PYTHON=python3.12 VENV=.venv312` and `pip install triton==3.6.0` make one. The part
+`machine` says whether they were found to be the same. --extra is for wheels with compiled code, as mamba-ssm or
+causal-conv1d.
+
+Exit codes: 0 made, 1 larger than --limit-mib or something could not be made, 2 wrong arguments.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
+DISTRIBUTIONS = (
+    "hydra-core",
+    "omegaconf",
+    "brotli",
+    "cramjam",
+    "zstd",
+    "xxhash",
+    "catalogue",
+    "rich",
+    "psutil",
+    "einops",
+)
+SOURCE_ALONE = ("antlr4-python3-runtime==4.9.3",)  # which omegaconf needs and nobody has built
+MODULES = ("megatron.core", "hydra", "omegaconf", "xxhash", "einops", "rich", "fla")
+MIB = 2**20
+SCRIPT = """#!/bin/bash
+# Made by tools/gpu_carry.py: bash {folder}/measure.sh RESULTS [options of hybridtron.proving.gpu.measure]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+site=$(mktemp -d)
+python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site" {folder}/wheels/*.whl
+export PYTHONPATH=$site:$PWD TRITON_CACHE_DIR=$PWD/{folder}/triton PYTHONUNBUFFERED=1
+results=$1
+shift
+exec python3 -m hybridtron.proving.gpu.measure --output "$results" --modelled {folder}/modelled.json "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What is asked for."""
+
+    folder: Path
+    python: Path
+    python_version: str
+    triton: str
+    megatron: str
+    fla: str
+    gpu: str
+    extra: Path | None
+    limit_mib: float
+
+
+def parse(arguments: list[str] | None = None) -> Carried:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", type=Path, required=True, help="the interpreter that compiles the kernels")
+    parser.add_argument("--python-version", default="3.12", help="of the machine (default: %(default)s)")
+    parser.add_argument("--triton", default="3.6.0", help="of the machine (default: %(default)s)")
+    parser.add_argument("--megatron", default="0.16.1", help="megatron-core to carry (default: %(default)s)")
+    parser.add_argument("--fla", default="0.6.0", help="fla-core to carry (default: %(default)s)")
+    parser.add_argument("--gpu", default="h100", help="of the rehearsal's times (default: %(default)s)")
+    parser.add_argument("--extra", type=Path, metavar="FOLDER", help="of wheels with compiled code")
+    parser.add_argument("--limit-mib", type=float, default=64.0, help="of all together (default: %(default)s)")
+    return Carried(**vars(parser.parse_args(arguments)))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Make the folder. Returns the exit code."""
+    asked = parse(arguments)
+    found = interpreter(asked.python)
+    wrong = [
+        f"{name} {found[name]}, not {wanted}" for name, wanted in wanted_of(asked).items() if found[name] != wanted
+    ]
+    if wrong:
+        print(f"{asked.python} has {' and '.join(wrong)}: give another --python, or say what the machine has")
+        return 2
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    wheels(asked)
+    kernels(asked)
+    (asked.folder / "measure.sh").write_text(SCRIPT.format(folder=asked.folder.name))
+    (asked.folder / "carried.json").write_text(json.dumps(found, indent=1) + "\n")
+    imported(asked)
+    return sized(asked)
+
+
+def wanted_of(asked: Carried) -> dict[str, str]:
+    """What decides whether compiled kernels are found."""
+    return {"python": asked.python_version, "triton": asked.triton}
+
+
+def interpreter(python: Path) -> dict[str, str]:
+    """Versions of the interpreter that compiles: of Python, torch and Triton."""
+    asks = (
+        "import json, sys; from importlib.metadata import version\n"
+        "versions = {name: version(name) for name in ('torch', 'triton', 'megatron-core')}\n"
+        "print(json.dumps({'python': '.'.join(map(str, sys.version_info[:2])), **versions}))"
+    )
+    return json.loads(run([str(python), "-c", asks]))
+
+
+def wheels(asked: Carried) -> None:
+    """Download what pip has for the machine's Python, build what is pure source, and copy the given ones."""
+    folder = asked.folder / "wheels"
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [str(asked.python), "-m", "pip"]
+    machine = ["--only-binary=:all:", "--python-version", asked.python_version, "--implementation", "cp"]
+    for platform in PLATFORMS:
+        machine += ["--platform", platform]
+    names = (f"megatron-core=={asked.megatron}", f"fla-core=={asked.fla}", *DISTRIBUTIONS)
+    run([*pip, "download", "--quiet", "--no-deps", "-d", str(folder), *machine, *names])
+    run([*pip, "wheel", "--quiet", "--no-deps", "-w", str(folder), *SOURCE_ALONE])
+    for wheel in sorted(asked.extra.glob("*.whl")) if asked.extra else ():
+        shutil.copy(wheel, folder)
+
+
+def kernels(asked: Carried) -> None:
+    """Rehearse the queue's parts, which compiles their kernels into the folder's cache; machine code alone is kept."""
+    cache = asked.folder / "triton"
+    shutil.rmtree(cache, ignore_errors=True)
+    folders = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache.resolve()), "TRITON_STORE_BINARY_ONLY": "1"}
+    command = [str(asked.python), "-m", "hybridtron.rehearse.queue_model", str(asked.folder / "modelled.json")]
+    run([*command, "--gpu", asked.gpu], {**os.environ, **folders})
+
+
+def imported(asked: Carried) -> None:
+    """Install the wheels as the machine will, and import them."""
+    site = asked.folder / "tried"
+    shutil.rmtree(site, ignore_errors=True)
+    target = ["--no-index", "--no-deps", "--no-compile", "--target", str(site)]
+    files = [str(wheel) for wheel in sorted((asked.folder / "wheels").glob("*.whl"))]
+    run([str(asked.python), "-m", "pip", "install", "--quiet", *target, *files])
+    asks = "\n".join(f"import {name}" for name in MODULES)
+    run([str(asked.python), "-W", "ignore", "-c", asks], {**os.environ, "PYTHONPATH": str(site)})
+    shutil.rmtree(site)
+
+
+def sized(asked: Carried) -> int:
+    """Print what the parts of the folder take. Returns the exit code: 1 where that is more than may travel."""
+    sizes = {path.name: size_of(path) / MIB for path in sorted(asked.folder.iterdir())}
+    for name, size in sizes.items():
+        print(f"{size:8.2f} MiB  {name}")
+    total = sum(sizes.values())
+    print(f"{total:8.2f} MiB  of {asked.limit_mib:.0f}")
+    if total > asked.limit_mib:
+        print(f"{asked.folder} is too large to travel at once: leave wheels out of --extra")
+        return 1
+    return 0
+
+
+def size_of(path: Path) -> int:
+    return (
+        path.stat().st_size
+        if path.is_file()
+        else sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    )
+
+
+def run(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """What a program prints. Its own message, and exit code 1, where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        print(
+            f"{' '.join(command[:4])} ... ends with {done.returncode}:\n{done.stderr.strip()[-2000:]}", file=sys.stderr
+        )
+        raise SystemExit(1)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -19,8 +19,8 @@ from hybridtron.cluster.problems import (
     device_problems,
     job_problems,
     partition_problems,
+    password_problems,
     resume_problems,
-    secret_problems,
 )
 from hybridtron.cluster.scheduler import SlurmError
 from hybridtron.cluster.submit import copy_code, notes_of, under_way
@@ -90,7 +90,7 @@ def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
 
 def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Config]) -> list[Problem]:
     """What is wrong with these, and with the data of runs whose configuration is known, before anything is queued."""
-    found = [problem for run in sweep.runs for problem in secret_problems(run.settings)]
+    found = [problem for run in sweep.runs for problem in password_problems(run.settings)]
     for config in configs.values():
         found += [*mixture_spec.problems(config), *device_problems(config), *resume_problems(config.run.resume)]
     for array in arrays:

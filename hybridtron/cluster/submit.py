@@ -32,9 +32,9 @@ from hybridtron.cluster.problems import (
     cluster_problems,
     device_problems,
     job_problems,
+    password_problems,
     queue_problems,
     resume_problems,
-    secret_problems,
 )
 from hybridtron.cluster.scheduler import SlurmError
 from hybridtron.cluster.variables import wanted_variables
@@ -87,11 +87,10 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     nodes = int(given[-1]) if given and not found else 1
     if chain < 1:
         found.append(Problem("--chain", f"is {chain}, must be at least 1"))
-    found += secret_problems(kept)
     try:
         config = load(kept)
     except ConfigError as error:
-        raise ConfigError([*found, *error.problems]) from None
+        raise ConfigError([*found, *password_problems(kept), *error.problems]) from None
     config.run.dir = str(Path(config.run.dir).absolute())
     job = job_of(config, kept, nodes)
     found += check(config, nodes * config.cluster.processes)

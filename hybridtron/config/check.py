@@ -15,7 +15,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from hybridtron.architecture.adapters import adapter_problems
 from hybridtron.architecture.model import ModelConfig, Start
@@ -30,6 +30,7 @@ from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import chunk_count
 from hybridtron.config.lr_shapes import SHAPES
 from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
+from hybridtron.config.saved import spelled_secrets
 from hybridtron.config.schema import Config, Feed, OptimConfig, PhaseConfig, RunConfig
 from hybridtron.config.units import parse_tokens
 from hybridtron.limits import is_folder, limit_problems, shortened
@@ -48,6 +49,7 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
         *_run(config.run),
         *_validation(config.run, config.phases),
         *_mirror(config.checkpoint.mirror),
+        *spelled_secrets(asdict(config)),
     ]
     for section in ("run", "checkpoint", "cluster", "parallel"):
         found += limit_problems(getattr(config, section), section)

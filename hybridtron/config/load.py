@@ -190,6 +190,8 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
             OmegaConf.update(config, key, value, force_add=open_ended)
     except OmegaConfBaseException as error:
         return wrong_value(config, key, text, error)
+    except RecursionError:
+        return Problem(key, f"is {text!r}, which refers to itself")
     return None
 
 
@@ -238,6 +240,8 @@ def _typed(config: Any, found: list[Problem]) -> Config:
             typed = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         found.append(unresolved(error))
+    except RecursionError:
+        found.append(Problem("configuration", "has a ${...} that refers to itself"))
     if found:
         raise ConfigError(found)
     assert isinstance(typed, Config)

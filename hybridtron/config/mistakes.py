@@ -144,4 +144,4 @@ def node_of(config: DictConfig, key: str) -> Any:
     node = OmegaConf.select(config, parent) if parent else config
     if isinstance(node, ListConfig):
         return node._get_node(int(name)) if name.isdigit() and int(name) < len(node) else None
-    return node._get_node(name) if isinstance(node, DictConfig) else None
+    return node._get_node(name, validate_access=False) if isinstance(node, DictConfig) else None

@@ -23,7 +23,13 @@ from hybridtron.problems import ConfigError, Problem
 from hybridtron.regular_files import read_regular
 
 GREATEST = 2**24  # bytes
-SECRET = re.compile(r"secret|password|token|credential|api_?key|access_?key", re.IGNORECASE)
+SECRET = re.compile(
+    r"secret|passw|passphrase|token(?!iz)|cred(s|ential)|(api|access|private)key"
+    r"|(^|_)(key|keys|pat|auth|sas)(_|$)|_pwd(_|$)",  # PWD alone is a folder
+    re.IGNORECASE,
+)
+WITH_PASSWORD = re.compile(r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)")  # also of a secret that has a slash
+LEAVE_IT = "which would be written to config.yaml in clear: leave it in the environment, where its library reads it"
 DROPPED = {"parallel": ("expert",)}  # sizes that had to be 1
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 
@@ -53,13 +59,24 @@ def _defaults() -> bytes:
 
 def secrets_from_environment(config: DictConfig) -> list[Problem]:
     """Values that name a secret as `${oc.env:NAME}`: resolved, they would stand in config.yaml and in checkpoints."""
-    cure = "which would be written to config.yaml in clear: leave it in the environment, where its library reads it"
     return [
-        Problem(key, f"takes {name} from the environment, {cure}")
+        Problem(key, f"takes {name} from the environment, {LEAVE_IT}")
         for key, text in references(config)
         for name in _ENVIRONMENT.findall(text)
         if SECRET.search(name)
     ]
+
+
+def spelled_secrets(values: Any, key: str = "") -> Iterator[Problem]:
+    """Find URLs with a user's name or password, and variables that are called as secrets are, in plain values."""
+    if isinstance(values, dict | list):
+        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from spelled_secrets(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, str) and WITH_PASSWORD.search(values):
+        yield Problem(key, f"holds a password, {LEAVE_IT}")
+    elif key.startswith("cluster.environment.") and SECRET.search(key.rpartition(".")[2]):
+        cure = "leave it out; sbatch hands on the environment that you submit from"
+        yield Problem(key, f"looks like a secret, which would be written down: {cure}")
 
 
 def _without_dropped(values: Any) -> Any:

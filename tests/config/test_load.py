@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from hybridtron.config.check import check
 from hybridtron.config.load import CONFIGS, load, load_saved, to_yaml
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Documents, Precision, Source
@@ -284,3 +285,61 @@ def test_the_model_of_a_checkpoint_under_both_names(name, tmp_path):
     choices = [f"{group}={name}" for group in ("model", "data", "precision")]
     config = load([*choices, f"run.weights={tmp_path}"])
     assert (config.model.pattern, config.data.path, config.precision.name.value) == ("M*12", "x", "bf16")
+
+
+POINTED = [
+    ["model.layers.M.memory=${.}"], ["model.layers.Q.memory=${.}"], ["model.layers.M.kind=${.kind}"],
+    ["model.layers.M.a=${.b}", "model.layers.M.b=${.a}"], ["model.layers.M=${model.layers}"],
+    ["model.layers.M.a=${model.layers.X}", "model.layers.X.a=${model.layers.M}"], ["model=${model}"],
+    ["run.name=${run.dir}", "run.dir=${run.name}"], ["data.mixture.a=${data.mixture}"], ["phases=${phases}"],
+    ["phases.0.model.layers.M.a=${.}"], ["cluster.environment.X=${.X}"], ["model.layers.M.a={b: ${..a}}"],
+]  # fmt: skip
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("settings", POINTED, ids=" ".join)
+def test_what_points_at_itself_is_a_problem_of_its_key(settings: list[str]) -> None:
+    keys = {setting.partition("=")[0] for setting in settings}
+    assert any(key.startswith(tuple(keys)) for key in reported(["recipe=laptop", *settings]))
+
+
+def checked(*settings: str) -> dict[str, str]:
+    """What train and submit refuse, by its key."""
+    found: dict[str, str] = {}
+    for problem in check(load(settings)):
+        found[problem.key] = f"{found.get(problem.key, '')} {problem.message}"
+    return found
+
+
+SECRET_NAMES = [
+    "HF_PAT", "HF_TOKEN", "WANDB_KEY", "WANDB_API_KEY", "DB_PASSWD", "PRIVATE_KEY", "MY_SECRET", "MYSQL_PWD", "GH_AUTH",
+    "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "SSH_PASSPHRASE", "APIKEY", "github_token", "AZURE_SAS", "CREDS",
+]  # fmt: skip
+OTHER_NAMES = ["HOME", "PWD", "OLDPWD", "SCRATCH", "TOKENIZERS_PARALLELISM", "TOKENIZER", "KEYBOARD", "NCCL_IB_PKEY"]
+
+
+@pytest.mark.parametrize("name", [*SECRET_NAMES, *OTHER_NAMES])
+def test_secrets_are_known_by_their_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "v4lue")
+    taken, set_there = f"run.wandb=${{oc.env:{name}}}", f"cluster.environment.{name}=v4lue"
+    kept = {key: message for key, message in checked(set_there).items() if key.startswith("cluster.environment")}
+    if name in OTHER_NAMES:
+        assert load([taken]).run.wandb == "v4lue"
+        assert kept == {}
+    else:
+        assert "v4lue" not in reported([taken])["run.wandb"]
+        assert "v4lue" not in kept[f"cluster.environment.{name}"]
+
+
+WITH_PASSWORDS = ["s3://KEY:PASS@bucket/a", "s3://KEY:PA/SS@bucket", "https://hf_abc@host/x", "redis://:PASS@h:6379/0"]
+
+
+@pytest.mark.parametrize("url", [*WITH_PASSWORDS, "s3://bucket/a", "https://host:9000/a@b", "runs/laptop@best"])
+def test_urls_with_passwords_are_refused_in_every_key(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIRROR", url)
+    settings = [f"checkpoint.mirror='{url}'", f"data.path='{url}'", "run.wandb=${oc.env:MIRROR}"]
+    if url in WITH_PASSWORDS:
+        said = {key: message for key, message in checked(*settings).items() if "holds a password" in message}
+        assert set(said) == {"checkpoint.mirror", "data.path", "run.wandb"}
+    else:
+        assert not any("password" in message for message in checked(*settings).values())

@@ -7,7 +7,8 @@ import pytest
 from hybridtron.config.schema import Recompute
 from hybridtron.proving.audit.bugs import BUGS
 from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, Case, table
-from hybridtron.proving.audit.run import PRECISIONS, Audit, AuditPrecision
+from hybridtron.proving.audit.compared import PRECISIONS, AuditPrecision
+from hybridtron.proving.audit.run import Audit
 from tests.distributed import pool
 
 CASES = list(table())

@@ -7,7 +7,8 @@ import pytest
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.schema import Documents, ParallelConfig
 from hybridtron.proving.audit.cases import VOCABULARY, Case, Layout, small
-from hybridtron.proving.audit.run import PRECISIONS, Audit, AuditPrecision
+from hybridtron.proving.audit.compared import PRECISIONS, AuditPrecision
+from hybridtron.proving.audit.run import Audit
 from tests.distributed import pool
 
 LINEAR = {"heads": 4, "norm_eps": 0.01}

@@ -9,7 +9,8 @@ import pytest
 from hybridtron.config.schema import Documents, ParallelConfig
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.proving.audit.cases import Case, Layout, small, small_model
-from hybridtron.proving.audit.run import PRECISIONS, Audit
+from hybridtron.proving.audit.compared import PRECISIONS
+from hybridtron.proving.audit.run import Audit
 from tests.distributed import pool
 
 

@@ -56,6 +56,17 @@ def test_a_layout_that_agrees_exits_with_0(audit, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("kind", ["gla", pytest.param("retnet", marks=pytest.mark.slow)])
+def test_what_a_norm_enlarges_is_known_to_be_rounding(kind: str, audit, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here a query is nearly orthogonal to the only key that it sees, and its head's output is normed."""
+    settings = ("recipe=laptop", f"model.layers.M={{kind: {kind}}}", "parallel.tensor=2")
+    assert audit(*settings) == 0
+    assert "2 runs equal one process" in capsys.readouterr().out
+    if kind == "gla":
+        assert audit(*settings, "--fake-bug", "gla_gate_gradient") == 1
+
+
+@pytest.mark.gloo
 @pytest.mark.parametrize(("bug", "code"), [((), 0), (("--fake-bug", "kv_gradient"), 1)])
 def test_ranks_with_a_gpu_each_are_compared_with_one_of_them(
     bug: tuple[str, ...], code: int, audit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

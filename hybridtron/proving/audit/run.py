@@ -1,4 +1,4 @@
-"""The audit's two sides, and their comparison.
+"""The audit's two sides.
 
 Serial is a plain loop: the model as one module of plain matrix products, autograd, torch's AdamW. Nothing of the
 engine, of megatron-core or of a process group is in it. Parallel is what trains: `Engine` on every process.
@@ -10,9 +10,9 @@ wrong order of equal values (norms, D, the rows of A_log) would never show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,67 +28,12 @@ from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import CrossEntropyInputs, cross_entropy
-from hybridtron.parallel.cut import Mesh, RankGroup, cut
+from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.pool import Pool, Seat
 from hybridtron.proving.audit.bugs import injected
 from hybridtron.proving.audit.cases import Case
+from hybridtron.proving.audit.compared import MOVES, AuditPrecision, Disagreement, Step, differences
 from hybridtron.proving.steps import plain_adamw
-
-
-@dataclass(frozen=True)
-class AuditPrecision:
-    """A type to compute in, with what fits it: an optimizer, a start, and how far a tensor may be off.
-
-    The limit of |difference| is `relative` times the tensor's norm plus `absolute` times the largest norm of its kind.
-    """
-
-    name: str
-    dtype: torch.dtype
-    distributed_optimizer: bool
-    noisy_start: bool
-    clip: bool
-    relative: float
-    absolute: float
-
-
-PRECISIONS = (
-    AuditPrecision("float64", torch.float64, False, True, False, 1e-9, 0.0),
-    AuditPrecision("fp32", torch.float32, True, False, True, 1e-5, 1e-7),
-)
-
-
-NORM_RELATIVE = 1e-6
-"""How far the gradient norm may be off: megatron-core adds it up in fp32 whatever the gradients are."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step in numbers. The weights are those after it, on one rank its shares of them."""
-
-    loss: float
-    grad_norm: float
-    loss_after: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    auxiliary: Mapping[str, float]
-    mesh: Mesh = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """How far one number or tensor is from the serial one, relative to its norm, and as a multiple of what it may."""
-
-    what: str
-    relative: float
-    of_limit: float
-
-    @property
-    def passes(self) -> bool:
-        return self.of_limit <= 1.0  # not so for nan
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.what.startswith(("gradient of", "weight"))
 
 
 class Audit:
@@ -101,6 +46,7 @@ class Audit:
     def __init__(self, pool: Pool, timeout_s: float = 300.0, by_one_rank: bool = False) -> None:
         self.pool, self.timeout_s, self.by_one_rank = pool, timeout_s, by_one_rank
         self.truths: dict[str, Step] = {}
+        self.moved: dict[str, list[Step]] = {}
 
     def compare(self, case: Case, precision: AuditPrecision, bug: str | None = None) -> list[Disagreement]:
         """Every difference between the two sides, the worst first. Raises WorkerError where the parallel one fails."""
@@ -110,14 +56,18 @@ class Audit:
         key = f"{precision.name} {replace(config, parallel=ParallelConfig())}"
         if key not in self.truths:
             self.truths[key] = self._truth(config, precision)
-        found = differences(self.truths[key], ranks, config, precision)
+        found = list(differences(self.truths[key], ranks, config, precision))
+        if precision.rounding and not all(each.passes for each in found):  # what rounding does is asked only then
+            if key not in self.moved:
+                self.moved[key] = [self._truth(config, precision, move) for move in range(1, MOVES + 1)]
+            found = list(differences(self.truths[key], ranks, config, precision, self.moved[key]))
         return sorted(found, key=lambda d: math.inf if math.isnan(d.of_limit) else d.of_limit, reverse=True)
 
-    def _truth(self, config: Config, precision: AuditPrecision) -> Step:
+    def _truth(self, config: Config, precision: AuditPrecision, move: int = 0) -> Step:
         if not self.by_one_rank:
-            return serial_step(config, precision)
+            return serial_step(config, precision, move)
         alone = replace(config, parallel=replace(ParallelConfig(), distributed_optimizer=False))
-        return self.pool.run(parallel_step, 1, alone, precision, None, timeout_s=self.timeout_s)[0]
+        return self.pool.run(parallel_step, 1, alone, precision, None, move, timeout_s=self.timeout_s)[0]
 
 
 def as_computed(config: Config, precision: AuditPrecision) -> Config:
@@ -130,10 +80,10 @@ def as_computed(config: Config, precision: AuditPrecision) -> Config:
     return replace(config, parallel=parallel, optim=optim)
 
 
-def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: str | None) -> Step:
+def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: str | None, move: int = 0) -> Step:
     """The step on one process of the layout, as the trainer takes it."""
     with default_dtype(precision.dtype), injected(bug), seat.groups(config.parallel) as groups:
-        start = partial(starting_weight, config) if precision.noisy_start else None
+        start = partial(starting_weight, config, precision, move) if precision.noisy_start or move else None
         engine = Engine(config, groups, start, precision.dtype)
         batches = micro_batches(config)
         own = len(batches) // groups.data_size
@@ -159,17 +109,16 @@ def rate_of(config: Config) -> float:
     return rate
 
 
-def serial_step(config: Config, precision: AuditPrecision) -> Step:
-    """The step by plain torch."""
+def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Step:
+    """The step by plain torch, from weights that are moved where `move` is not 0: each move differs."""
     optim, batches = config.optim, micro_batches(config)
     with default_dtype(precision.dtype):
         model = LanguageModel(config.model).cast(precision.dtype)
         initialise(model, config.run.seed)
         weights = dict(model.named_parameters())
-        if precision.noisy_start:
-            for name, weight in weights.items():
-                weight.data.copy_(starting_weight(config, name))
         for name, weight in weights.items():
+            if precision.noisy_start or move:
+                weight.data.copy_(starting_weight(config, precision, move, name))
             weight.requires_grad_(resolve(config)[0].learns(name))
         seed, rows = phase_seed(config.run.seed, 0), config.phases[0].micro_batch
         keyed = [batch.keyed(step_key(seed, 0, 0, index * rows)) for index, batch in enumerate(batches)]
@@ -202,11 +151,19 @@ def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tu
     return total / tokens, tokens, {name: one / tokens for name, one in sums.items()}
 
 
-def starting_weight(config: Config, name: str) -> Tensor:
-    """A whole weight as it is initialised, with noise on top, in torch's default type."""
+def starting_weight(config: Config, precision: AuditPrecision, move: int, name: str) -> Tensor:
+    """A whole weight as it is initialised, with noise on top where the precision asks for it, in torch's default type.
+
+    Each value is moved by about its last bit where `move` is not 0.
+    """
     parameter, seed = parameter_table(config.model)[name], config.run.seed
-    noise = starting_value(Normal(0.05), parameter.shape, seed, f"noise/{name}")
-    return starting_value(parameter.init, parameter.shape, seed, name) + noise
+    weight = starting_value(parameter.init, parameter.shape, seed, name)
+    if precision.noisy_start:
+        weight = weight + starting_value(Normal(0.05), parameter.shape, seed, f"noise/{name}")
+    if move:
+        last_bit = torch.finfo(precision.dtype).eps / 2
+        weight = weight * (1 + starting_value(Normal(last_bit), parameter.shape, seed, f"move {move}/{name}"))
+    return weight
 
 
 def micro_batches(config: Config) -> list[Batch]:
@@ -227,41 +184,6 @@ def micro_batches(config: Config) -> list[Batch]:
             seq = SeqInfo(seq.positions_BL - first, documents.int())
         batches.append(Batch(tokens[:, :-1], tokens[:, 1:], mask, seq))
     return batches
-
-
-def differences(truth: Step, ranks: list[Step], config: Config, precision: AuditPrecision) -> Iterator[Disagreement]:
-    """Losses and whole gradients as the first rank has them, and the weights of every rank."""
-    in_fp32 = replace(precision, relative=max(precision.relative, NORM_RELATIVE))
-    for name, limits in (("loss", precision), ("grad_norm", in_fp32), ("loss_after", precision)):
-        found, expected = (torch.tensor(getattr(step, name), dtype=torch.float64) for step in (ranks[0], truth))
-        yield _difference(name.replace("_", " "), found, expected, 0.0, limits)
-    assert truth.auxiliary.keys() == ranks[0].auxiliary.keys()
-    for name, loss in truth.auxiliary.items():
-        found, expected = (torch.tensor(each, dtype=torch.float64) for each in (ranks[0].auxiliary[name], loss))
-        yield _difference(f"auxiliary {name}", found, expected, 0.0, precision)
-    largest = _largest_norm(truth.gradients)
-    assert truth.gradients.keys() == ranks[0].gradients.keys()
-    for name, expected in truth.gradients.items():
-        yield _difference(f"gradient of {name}", ranks[0].gradients[name], expected, largest, precision)
-    table, largest = parameter_table(config.model), _largest_norm(truth.weights)
-    for rank, step in enumerate(ranks):
-        for name, found in step.weights.items():
-            expected = cut(truth.weights[name], table[name], step.mesh)
-            yield _difference(f"weight {name} on rank {rank}", found, expected, largest, precision)
-
-
-def _largest_norm(tensors: Mapping[str, Tensor]) -> float:
-    return max(float(tensor.norm()) for tensor in tensors.values())
-
-
-def _difference(what: str, found: Tensor, expected: Tensor, largest: float, precision: AuditPrecision) -> Disagreement:
-    difference, norm = float((found.double() - expected.double()).norm()), float(expected.double().norm())
-    limit = precision.relative * norm + precision.absolute * largest
-    if difference == 0.0:
-        return Disagreement(what, 0.0, 0.0)
-    return Disagreement(
-        what, difference / norm if norm else float("inf"), difference / limit if limit else float("inf")
-    )
 
 
 @contextmanager

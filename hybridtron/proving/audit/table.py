@@ -18,7 +18,8 @@ from hybridtron.parallel.pool import Pool, WorkerError
 from hybridtron.problems import ConfigError, Problem, did_you_mean
 from hybridtron.proving.audit.bugs import BUGS
 from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, Case, shrunk, table
-from hybridtron.proving.audit.run import PRECISIONS, Audit, AuditPrecision
+from hybridtron.proving.audit.compared import PRECISIONS, AuditPrecision
+from hybridtron.proving.audit.run import Audit
 
 CONSOLE = Console(width=None if sys.stdout.isatty() else 160)
 

@@ -1,0 +1,131 @@
+"""How far the audit's two sides may be apart, and how far they are.
+
+Rounding is not alike on both: sums over ranks have another order. What it may do depends on the model: where a head's
+output is nearly 0, as a query that is nearly orthogonal to the only key it sees makes it, the norm after it enlarges
+that output's rounding by as much. So in fp32, where anything is further off than it may be, the serial step is taken
+again from weights that are moved by about their last bit, and what moves by this may be off by some times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.table import parameter_table
+from hybridtron.config.schema import Config
+from hybridtron.parallel.cut import Mesh, cut
+
+
+@dataclass(frozen=True)
+class AuditPrecision:
+    """A type to compute in, with what fits it: an optimizer, a start, and how far a tensor may be off.
+
+    The limit of |difference| is `relative` times the tensor's norm plus `absolute` times the largest norm of its kind,
+    and `rounding` times what becomes of the tensor where the starting weights are moved by about their last bit.
+    """
+
+    name: str
+    dtype: torch.dtype
+    distributed_optimizer: bool
+    noisy_start: bool
+    clip: bool
+    relative: float
+    absolute: float
+    rounding: float
+
+
+PRECISIONS = (
+    AuditPrecision("float64", torch.float64, False, True, False, 1e-9, 1e-13, 0.0),
+    AuditPrecision("fp32", torch.float32, True, False, True, 1e-5, 1e-7, 2.0),
+)
+MOVES = 3
+"""Times that weights are moved; the largest change counts, as one may cancel where a single number decides."""
+
+
+NORM_RELATIVE = 1e-6
+"""How far the gradient norm may be off: megatron-core adds it up in fp32 whatever the gradients are."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step in numbers. The weights are those after it, on one rank its shares of them."""
+
+    loss: float
+    grad_norm: float
+    loss_after: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    auxiliary: Mapping[str, float]
+    mesh: Mesh = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """How far one number or tensor is from the serial one, relative to its norm, and as a multiple of what it may."""
+
+    what: str
+    relative: float
+    of_limit: float
+
+    @property
+    def passes(self) -> bool:
+        return self.of_limit <= 1.0  # not so for nan
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.what.startswith(("gradient of", "weight"))
+
+
+def differences(
+    truth: Step, ranks: list[Step], config: Config, precision: AuditPrecision, moved: Sequence[Step] = ()
+) -> Iterator[Disagreement]:
+    """Losses and whole gradients as the first rank has them, and the weights of every rank.
+
+    `moved` are serial steps from weights moved by their last bit.
+    """
+    in_fp32 = replace(precision, relative=max(precision.relative, NORM_RELATIVE))
+    for name, limits in (("loss", precision), ("grad_norm", in_fp32), ("loss_after", precision)):
+        found, expected, *changed = (_number(getattr(step, name)) for step in (ranks[0], truth, *moved))
+        yield _difference(name.replace("_", " "), found, expected, 0.0, limits, changed)
+    assert truth.auxiliary.keys() == ranks[0].auxiliary.keys()
+    for name in truth.auxiliary:
+        found, expected, *changed = (_number(step.auxiliary[name]) for step in (ranks[0], truth, *moved))
+        yield _difference(f"auxiliary {name}", found, expected, 0.0, precision, changed)
+    largest = _largest_norm(truth.gradients)
+    assert truth.gradients.keys() == ranks[0].gradients.keys()
+    for name, expected in truth.gradients.items():
+        changed = [step.gradients[name] for step in moved]
+        yield _difference(f"gradient of {name}", ranks[0].gradients[name], expected, largest, precision, changed)
+    table, largest = parameter_table(config.model), _largest_norm(truth.weights)
+    for rank, step in enumerate(ranks):
+        for name, found in step.weights.items():
+            expected, *changed = (cut(each.weights[name], table[name], step.mesh) for each in (truth, *moved))
+            yield _difference(f"weight {name} on rank {rank}", found, expected, largest, precision, changed)
+
+
+def _largest_norm(tensors: Mapping[str, Tensor]) -> float:
+    return max(float(tensor.norm()) for tensor in tensors.values())
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _difference(
+    what: str, found: Tensor, expected: Tensor, largest: float, precision: AuditPrecision, moved: Sequence[Tensor]
+) -> Disagreement:
+    difference, norm = _distance(found, expected), float(expected.double().norm())
+    limit = precision.relative * norm + precision.absolute * largest
+    limit += precision.rounding * max((_distance(each, expected) for each in moved), default=0.0)
+    if difference == 0.0:
+        return Disagreement(what, 0.0, 0.0)
+    return Disagreement(
+        what, difference / norm if norm else float("inf"), difference / limit if limit else float("inf")
+    )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm())

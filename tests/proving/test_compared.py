@@ -1,0 +1,44 @@
+"""How far the audit lets two sides be apart, on numbers made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridtron.config.load import load
+from hybridtron.proving.audit.cases import shrunk
+from hybridtron.proving.audit.compared import PRECISIONS, AuditPrecision, Step, differences
+
+FLOAT64, FP32 = PRECISIONS
+CONFIG = shrunk(load(["recipe=laptop"]), 1)
+
+
+def step(norm: float, silent: float = 1.0) -> Step:
+    """With two gradients: (norm, 1) and (silent)."""
+    weights = {"norm.weight": torch.ones(CONFIG.model.width)}
+    gradients = {"norm.weight": torch.tensor([norm, 1.0]), "head.weight": torch.tensor([silent])}
+    return Step(2.0, 1.0, 1.9, gradients, weights, {})
+
+
+def failing(truth: Step, found: Step, precision: AuditPrecision, *moved: Step) -> list[str]:
+    return [each.what for each in differences(truth, [found], CONFIG, precision, moved) if not each.passes]
+
+
+def test_what_moves_by_rounding_may_be_off_by_as_much() -> None:
+    truth, found = step(1.0), step(1.0 + 8e-5)
+    assert failing(truth, found, FP32) == ["gradient of norm.weight"]
+    assert failing(truth, found, FP32, step(1.0 + 1e-6)) == ["gradient of norm.weight"]
+    assert failing(truth, found, FP32, step(1.0), step(1.0 - 4e-5), step(1.0 + 1e-6)) == []
+    assert failing(truth, step(1.0 + 1.5e-4), FP32, step(1.0 - 4e-5)) == ["gradient of norm.weight"]
+    assert failing(truth, found, FLOAT64, step(1.0 - 4e-5)) == ["gradient of norm.weight"]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_off(wrong: float) -> None:
+    assert failing(step(1.0), step(wrong), FP32, step(1.0 + 1e-6)) == ["gradient of norm.weight"]
+
+
+def test_a_gradient_that_is_0_but_for_rounding() -> None:
+    """The sums of two sides leave 1e-19 of it each, in another order."""
+    assert failing(step(1.0, 1.6e-19), step(1.0, -3e-19), FLOAT64) == []
+    assert failing(step(1.0, 1.6e-19), step(1.0, 1e-12), FLOAT64) == ["gradient of head.weight"]

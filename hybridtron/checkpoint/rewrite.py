@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from hybridtron.checkpoint.manifest import FILE, CheckpointManifest, File, Meta,
 from hybridtron.config.load import to_yaml
 from hybridtron.data.workers import prefetched
 from hybridtron.parallel.blocks import block
+
+SHOWN = 48  # characters of a long value
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDiffe
     """Meta data, settings and tensors that are not the same; for tensors of one shape how far they are apart."""
     for name, ours, theirs in _settings(left, right):
         if ours != theirs:
-            yield CheckpointDifference(name, ours, theirs)
+            yield CheckpointDifference(name, *in_short(ours, theirs))
     ours, theirs = left.shapes, right.shapes
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
@@ -44,9 +47,44 @@ def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDiffe
             yield CheckpointDifference(key, f"norm {norm:.6g}", f"{apart / max(norm, 1e-300):.2e} of it apart")
 
 
-def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, str, str]]:
+def in_short(ours: Any, theirs: Any) -> tuple[str, str]:
+    """Two values that differ, each in a few words: of lists where and how far, of long texts where they differ."""
+    if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
+        return f"{len(ours)} values", f"{len(theirs)} values, {_apart(ours, theirs)}"
+    left, right = str(ours), str(theirs)
+    same = next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return _around(left, same), _around(right, same)
+
+
+def _apart(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+    differing = [at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+    if not differing:
+        return f"the first {min(len(ours), len(theirs))} the same"
+    at = differing[0]
+    first = f"first different at {at}: {_around(str(ours[at]), 0)} and {_around(str(theirs[at]), 0)}"
+    pairs = [(ours[at], theirs[at]) for at in differing]
+    if any(not isinstance(value, int | float) for pair in pairs for value in pair):
+        return f"{len(differing)} different, {first}"
+    largest = max(abs(a - b) for a, b in pairs)
+    return f"{len(differing)} different by at most {largest:.3g}, {first}"
+
+
+def _around(text: str, place: int) -> str:
+    """What of a long text is near a place."""
+    if len(text) <= SHOWN:
+        return text
+    first = max(0, min(place - SHOWN // 4, len(text) - SHOWN))
+    return f"{'...' if first else ''}{text[first : first + SHOWN]}{'...' if first + SHOWN < len(text) else ''}"
+
+
+def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
+    theirs = dataclasses.asdict(right.meta)
     for name, value in dataclasses.asdict(left.meta).items():
-        yield name, str(value), str(getattr(right.meta, name))
+        if isinstance(value, dict) and isinstance(theirs[name], dict):
+            for key in {**value, **theirs[name]}:
+                yield f"{name}.{key}", value.get(key), theirs[name].get(key)
+        else:
+            yield name, value, theirs[name]
     lines = [to_yaml(one.config).splitlines() for one in (left, right)]
     for ours in dict.fromkeys(lines[0]):
         if ours not in lines[1]:

@@ -10,7 +10,7 @@ from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.merged import merged
-from hybridtron.cli.given import bytes_of, checkpoints_at, not_there_yet, progress_bar
+from hybridtron.cli.given import bytes_of, checkpoints_at, importable, not_there_yet, progress_bar
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import CannotExport
 from hybridtron.config.units import readable
@@ -78,6 +78,7 @@ def exported(chosen: argparse.Namespace) -> int:
 
 
 def imported(chosen: argparse.Namespace) -> int:
+    importable(chosen.source)
     output = not_there_yet(chosen.output)
     if chosen.base is not None or is_adapter_folder(chosen.source):
         return _adapter_imported(chosen, output)

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hybridtron.config.exportable import RECORD
 from hybridtron.config.units import parse_bytes
 from hybridtron.problems import Unusable
 
@@ -20,16 +21,43 @@ EVERY = 30.0  # seconds between lines of progress where there is no terminal
 
 def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoints that a path names: itself, or all of a run, the oldest first."""
-    if not path.is_dir():
-        raise Unusable(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
+    require_folder(path, "checkpoint")
     if (path / "manifest.json").exists():
         return [path]
+    if (path / "config.json").exists():
+        kind = "an export" if (path / RECORD).exists() else "a model for transformers"
+        cure = f"`hybridtron import {path} --output DIR` makes a checkpoint of it, to be named here"
+        raise Unusable(f"{path} is {kind}, not a run nor a checkpoint: {cure}")
     from hybridtron.checkpoint import folder  # imports torch, which a wrong path does without
 
     if found := folder.all_of(path):
         return found
     cure = "give a run's folder, which has checkpoints/step-..., or one of these"
     raise Unusable(f"{path} holds no checkpoint: {cure}. A run writes its first one after checkpoint.every steps.")
+
+
+def require_folder(path: Path, use: str) -> None:
+    """Unusable where a path is no folder; of what may be a name on the Hub with the commands that bring it here."""
+    if path.is_dir():
+        return
+    if path.exists():
+        raise Unusable(f"{path} is not a folder")
+    parts = path.parts
+    if len(parts) != 2 or path.is_absolute() or Path(parts[0]).exists() or parts[0].startswith("."):
+        raise Unusable(f"{path} does not exist")
+    got = f"`hf download {path} --local-dir {parts[1]}` gets it"
+    if use == "checkpoint":
+        got = f"{got}, and `hybridtron import {parts[1]} --output DIR` makes a checkpoint of it"
+    raise Unusable(f"{path} does not exist. Nothing is fetched from a hub; if it is a model's name there, {got}")
+
+
+def importable(path: Path) -> Path:
+    """A folder of another program; Unusable for a name on the Hub, and for what has checkpoints already."""
+    require_folder(path, "import")
+    if (path / "manifest.json").exists() or (path / "checkpoints").is_dir():
+        cure = f"run.weights={path} starts from it, and `hybridtron export {path} --output DIR` writes a model"
+        raise Unusable(f"{path} holds checkpoints already, and needs no import: {cure} for transformers")
+    return path
 
 
 def newest_checkpoint(path: Path) -> Path:

@@ -6,7 +6,7 @@ A table is made of the lines alone, so that what was measured before is shown wi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +30,7 @@ class InstrumentTable(NamedTuple):
 
     title: str
     header: tuple[str, ...]
-    cells: list[tuple[str, ...]]
+    cells: Sequence[Sequence[str]]
     note: str = ""
 
 

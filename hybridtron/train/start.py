@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,12 +142,24 @@ def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[st
 
 
 def _differences(held: Checkpoint, model: ModelConfig) -> list[tuple[str, str]]:
-    ours, theirs = asdict(model), asdict(held.config.model)
     return [
-        (f"model.{key}", f"is {ours[key]!r}, but {held.folder} holds {theirs[key]!r}")
-        for key in ours
-        if ours[key] != theirs[key]
+        (key, f"is {ours}, but {held.folder} holds {theirs}")
+        for key, ours, theirs in _differing("model", asdict(model), asdict(held.config.model))
     ]
+
+
+def _differing(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The keys below `key` whose values differ, with both values; `nothing` where one has no such key."""
+    for name in {**ours, **theirs}:
+        left, right = ours.get(name), theirs.get(name)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            yield from _differing(f"{key}.{name}", left, right)
+        elif left != right or (name in ours) != (name in theirs):
+            yield (
+                f"{key}.{name}",
+                repr(left) if name in ours else "not set",
+                repr(right) if name in theirs else "nothing",
+            )
 
 
 def check_fp8(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
+from hybridtron.checkpoint.rewrite import in_short
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.cli.main import main
 from hybridtron.engine.engine import Engine
@@ -91,6 +93,25 @@ def test_differences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = reported(capsys, 1, "diff", first, run)
     assert "exp_avg.norm.weight" in said
     assert "accepted_steps" in said
+    (norms,) = (line.split(maxsplit=1)[1] for line in said.splitlines() if line.startswith(" norms"))
+    assert re.fullmatch(r"1 values +2 values, the first 1 the same *", norms)
+    assert max(map(len, said.splitlines())) <= 120
+
+
+def test_long_values_are_said_in_short() -> None:
+    """Hundreds of norms, and long texts that differ somewhere in them."""
+    left = [float(at) for at in range(500)]
+    right = [*left[:100], 100.25, *left[101:300], 301.5, *left[301:]]
+    said = "500 values, 2 different by at most 1.5, first different at 100: 100.0 and 100.25"
+    assert in_short(left, right) == ("500 values", said)
+    assert in_short(left, left[:9]) == ("500 values", "9 values, the first 9 the same")
+    assert in_short([[1]], [[2]])[1] == "1 values, 1 different, first different at 0: [1] and [2]"
+    ours, theirs = in_short("a" * 300 + "x" + "b" * 300, "a" * 300 + "y" + "b" * 300)
+    assert ours == theirs.replace("y", "x")
+    assert ours.startswith("...aa")
+    assert "axb" in ours
+    assert len(ours) < 60
+    assert in_short("short", None) == ("short", "None")
 
 
 def test_a_checkpoint_written_again_holds_the_same(

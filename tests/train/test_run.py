@@ -130,6 +130,12 @@ def test_another_model_is_refused_with_the_difference(
     assert train_small("model.width=64") == 2
     assert "model.width" in (said := capsys.readouterr().err)
     assert "holds 32" in said
+    assert train_small("model.layers.-.hidden=48", "model.layers.M.state=8") == 2
+    said = capsys.readouterr().err
+    lines = sorted(line.split() for line in said.splitlines() if "model.layers." in line)
+    assert [line[0] for line in lines] == ["model.layers.-.hidden", "model.layers.M.state"]
+    assert [" ".join(line[1:4]) for line in lines] == ["is 48, but", "is 8, but"]
+    assert "{" not in said
     assert train_small("run.max_steps=2", "model.width=64") == 2, "nor where nothing is left to train"
     assert "model.width" in capsys.readouterr().err
     assert (tmp_path / "run" / "config.yaml").read_text() == saved

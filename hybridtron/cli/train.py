@@ -3,7 +3,8 @@
   recipe=NAME       what to train; the default is laptop. recipe=./mine.yaml is a file of your own
   run.dir=FOLDER    where the run is written; a run found there resumes from its newest checkpoint
   run.max_steps=N   stop early
-  run.plan=true     print the phases, what they read and what they cost, and end
+  run.plan=true     print the phases, what they read and what they cost, and end; with code 2 where the data of one
+                    is not there, or would not do
   parallel.tensor=2 cut every layer over two processes; torchrun --nproc-per-node 2 -m hybridtron train ... starts them
   phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
 
@@ -30,8 +31,8 @@ from hybridtron.cli import lean_imports
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
-from hybridtron.data import mixture_spec
 from hybridtron.data.check_vocabulary import vocabulary_warnings
+from hybridtron.data.problems import data_problems
 from hybridtron.problems import ConfigError
 from hybridtron.train.failures import FailedElsewhere
 from hybridtron.train.lock import RunLock
@@ -53,8 +54,10 @@ def main(arguments: list[str]) -> int:
         if config.run.plan:
             require(config)
             print_timetable(config)
+            if problems := data_problems(config):
+                raise ConfigError(problems)
             return 0
-        if problems := check(config, launched().world_size) + mixture_spec.problems(config):
+        if problems := check(config, launched().world_size) + data_problems(config):
             raise ConfigError(problems)
         first = launched().rank == 0
         for warning in [*warnings(config), *vocabulary_warnings(config)] if first else ():

@@ -45,7 +45,7 @@ from hybridtron.config.load import carried, choices_of, load, to_yaml
 from hybridtron.config.outside import OutsideFile, copy_into, own_folder
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
-from hybridtron.data import mixture_spec
+from hybridtron.data.problems import data_problems
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.requirements import PROJECT
 from hybridtron.shipped import PACKAGE, shipped
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, each after the one before")
     asked = parser.parse_intermixed_args(arguments)
     config, job = planned(asked.settings, asked.chain, asked.dry_run)
-    data = [f"{problem.key}  {problem.message}" for problem in mixture_spec.problems(config)]
+    data = [f"{problem.key}  {problem.message}" for problem in data_problems(config)]
     for warning in [*warnings(config), *data]:  # only a dry run gets here with problems of the data
         print(f"warning: {warning}", file=sys.stderr)
     if asked.dry_run:
@@ -94,7 +94,7 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     config.run.dir = str(Path(config.run.dir).absolute())
     job = job_of(config, kept, nodes)
     found += check(config, nodes * config.cluster.processes)
-    found += [] if dry_run else mixture_spec.problems(config)  # a dry run may happen where the data is not
+    found += [] if dry_run else data_problems(config)  # a dry run may happen where the data is not
     found += [*cluster_problems(config.cluster), *device_problems(config), *resume_problems(config.run.resume)]
     found += job_problems(job)
     if (silence := scheduler.silence()) is None:

@@ -6,7 +6,7 @@ before torch is imported or a process group exists. What a phase may change is c
 name the key of the run's section, and `ResolvedPhase.key` finds the one that a person has set. The rules of `phases`,
 `states`, `precision`, and of `parallel`, which reach into all other sections, stand in `checks/`. What can be said of
 the data itself (that it can be read, that its vocabulary fits, that there is enough of it) stands in
-`data/mixture_spec.py`.
+`data/problems.py`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridtron.config import weights
+from hybridtron.config.nulls import ComposedConfig, typed
 from hybridtron.config.outside import Choice, clashes, groups_of, own_folder, quoted, without_package
-from hybridtron.config.schema import Config, ModelConfig
+from hybridtron.config.schema import ModelConfig
 from hybridtron.problems import ConfigError, Problem
 
 
@@ -47,7 +48,7 @@ def _composed_once(
 ) -> bytes:
     """Pickled, as that is quicker to copy. `files` are those that Hydra may read: an edited one is read again."""
     store = ConfigStore.instance()
-    store.store("schema", Config)
+    store.store("schema", ComposedConfig)
     for choice in choices:
         if choice.file:
             store.store(choice.name, choice.file.node, choice.group, choice.file.package)
@@ -65,13 +66,13 @@ def _composed_once(
             raise ConfigError(found)
     with open_dict(composed):
         del composed["hydra"]
-    return pickle.dumps(composed)
+    return pickle.dumps(typed(composed))
 
 
 def _not_composed(error: Exception, folders: Sequence[Path], choices: Sequence[Choice]) -> Problem:
     """Why Hydra composes nothing, in words of the file that was named."""
     message = "\n".join(line for line in str(error).splitlines() if "_type=" not in line)
-    misplaced = "Key 'recipe' not in 'Config'" in message or "@recipe." in message
+    misplaced = "Key 'recipe' not in" in message or "@recipe." in message
     if misplaced and (lacking := without_package(folders)):
         names = ", ".join(str(path) for path in lacking)
         return Problem("recipe", f"lacks its first line: write `# @package _global_` as line 1 of {names}")

@@ -34,6 +34,7 @@ from hybridtron.config.mistakes import (
     without_spaces,
     wrong_value,
 )
+from hybridtron.config.nulls import remove_null_mixtures, without_null_mixtures
 from hybridtron.config.outside import (
     Choice,
     OutsideFile,
@@ -187,7 +188,8 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
         else:
             if isinstance(value, dict):
                 _begin_sections(config, key)
-            OmegaConf.update(config, key, value, force_add=open_ended)
+            remove_null_mixtures(config, key, value)
+            OmegaConf.update(config, key, without_null_mixtures(value), force_add=open_ended)
     except OmegaConfBaseException as error:
         return wrong_value(config, key, text, error)
     except RecursionError:
@@ -213,7 +215,8 @@ def _set_letter(config: DictConfig, key: str, options: Any) -> None:
 
 
 def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
-    """Override one entry of a mixture, which may be new, or replace the mixture."""
+    """Override one entry of a mixture, which may be new, or replace the mixture; null leaves none."""
+    value = {} if value is None and not entry else value
     if not entry:
         OmegaConf.update(config, mixture, {}, merge=False)
     for name in reversed(entry.split(".") if entry else []):

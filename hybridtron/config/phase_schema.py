@@ -45,7 +45,9 @@ class PhaseDataConfig:
 
     source: Source | None = None
     path: str | None = None
-    mixture: dict[str, IngredientConfig] | None = None
+    mixture: dict[str, IngredientConfig] | None = (
+        None  # overrides `data.mixture` in this phase; a null that is written leaves none
+    )
     documents: Documents | None = None
     order: Order | None = None
     epochs: float | None = None

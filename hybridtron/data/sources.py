@@ -13,8 +13,9 @@ from hybridtron.config.units import parse_bytes
 from hybridtron.data.folder import FolderError
 from hybridtron.data.mds.opening import open_folder
 from hybridtron.data.mds.store import DocumentStore
-from hybridtron.data.mixture_spec import MixtureSource, content_problems, mixture_of
+from hybridtron.data.mixture_spec import MixtureSource, mixture_of
 from hybridtron.data.prepare.embedded import prepare_embedded
+from hybridtron.data.problems import content_problems
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.storage.attempts import Patience
 from hybridtron.storage.cache import CacheOptions
@@ -34,15 +35,15 @@ class Sources:
     @staticmethod
     def open(phase: ResolvedPhase) -> Sources:
         """What a phase reads; ConfigError where it does not fit, now that it can be looked at."""
-        data = phase.data
+        data, key = phase.data, phase.key("data.path")
         if data.source == Source.embedded:
             prepare_embedded(Path(data.path), phase.model.vocab_size)
         cache = cache_options(data)
         try:
             found = mixture_of(data, lambda path: open_folder(path, cache))
         except FolderError as error:
-            raise ConfigError([Problem("data.path", str(error))]) from error
-        if problems := content_problems("data.path", phase, found):
+            raise ConfigError([Problem(key, f"{error}; phase {phase.settings.name} reads it")]) from error
+        if problems := content_problems(key, phase, found):
             raise ConfigError(problems)
         return Sources(found, cache)
 

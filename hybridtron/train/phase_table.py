@@ -12,13 +12,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hybridtron.config.choices import LrPiece, Moments
 from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.data.folder import FolderError, TokenFolder
-from hybridtron.data.mixture_spec import Epochs, mixture_of, reading_plan
+from hybridtron.data.mixture_spec import Epochs, mixture_of, named_sources, reading_plan
 from hybridtron.planning.count import count
 from hybridtron.storage.remote import is_url
 from hybridtron.train.lr import learning_rate
@@ -98,11 +99,12 @@ def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[floa
 
 def source_table(config: Config) -> Table:
     """What each phase reads of each source; epochs and what is learned where its folder is on this machine."""
-    table = table_of("phase", "source", "share", "tokens", "epochs", "learned", numbers_from=2)
+    table = table_of("phase", "source", "share", "tokens", "epochs", "learned", "folder", numbers_from=2)
+    table.columns[-1].justify = "left"
     for phase in resolve(config):
         for line in sources_of(phase):
-            read = readable(line.share * phase.tokens), line.shown_epochs, line.shown_learned
-            table.add_row(phase.settings.name, line.source, f"{line.share:.1%}", *read)
+            read = readable(line.share * phase.tokens), line.shown_epochs, line.shown_learned, Text(line.place)
+            table.add_row(phase.settings.name, Text(line.source), f"{line.share:.1%}", *read)
     return table
 
 
@@ -115,9 +117,10 @@ def sources_of(phase: ResolvedPhase) -> list[Epochs]:
             raise FolderError(data.path, "is a URL")
         found = mixture_of(data, lambda path: TokenFolder.open(Path(path)))
     except FolderError:
-        whole = sum(entry.weight for entry in data.mixture.values())
-        shares = {name: entry.weight / whole for name, entry in data.mixture.items()} or {data.path: 1.0}
-        return [Epochs(name, share, round(share * phase.tokens), None) for name, share in shares.items()]
+        return [
+            Epochs(name or place, share, round(share * phase.tokens), epochs=None, place=place)
+            for name, place, share in named_sources(data)
+        ]
     return reading_plan(found, phase.tokens)
 
 
@@ -146,9 +149,10 @@ def _settings(phase: ResolvedPhase) -> dict[str, Any]:
     sections = {"optim": phase.optim, "precision": phase.precision, "states": phase.states}
     found = {f"{name}.{key}": value for name, one in sections.items() for key, value in dataclasses.asdict(one).items()}
     layers = {f"layers.{letter}": options for letter, options in phase.model.layers.items()}
-    mixture = {name: f"{entry.weight:g}" for name, entry in phase.data.mixture.items()}
-    reading = {"documents": phase.documents, "order": phase.order, "seq_len": phase.settings.seq_len}
-    return found | layers | {"data.path": phase.data.path, "mixture": mixture} | reading | {"trains": phase.trained}
+    reading = {"reads": named_sources(phase.data), "data.source": phase.data.source, "data.epochs": phase.data.epochs}
+    reading |= {"documents": phase.documents, "order": phase.order, "seq_len": phase.settings.seq_len}
+    adapters = phase.model.adapters and dataclasses.asdict(phase.model.adapters)
+    return found | layers | {"adapters": adapters} | reading | {"trains": phase.trained}
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
@@ -160,7 +164,9 @@ def _differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]
 
 
 def _shown(value: Any) -> str:
-    return " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        return " ".join(f"{k}={v}" for k, v in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def table_of(*headers: str, numbers_from: int = 1) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ from hybridtron.config.load import CONFIGS, load, load_saved, to_yaml
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Documents, Precision, Source
 from hybridtron.problems import ConfigError
+
+SIZES = "tokens: 1M, seq_len: 8, global_batch: 1, lr: 1"
 
 
 def reported(arguments, configs=CONFIGS) -> dict[str, str]:
@@ -252,6 +255,42 @@ def test_a_mixture_from_the_command_line() -> None:
     assert config.data.mixture["RedPajamaC4"].weight == 9
     config = load(["phases.0.data.mixture={a: {weight: 3}}"])
     assert resolve(config)[0].data.mixture["a"].weight == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["recipe=samba_3.8b", "phases.1.data.mixture=null", "phases.1.data.path=x"],
+        ["recipe=samba_3.8b", "phases.1.data={path: x, mixture: null}"],
+        ["recipe=samba_3.8b", "phases.1={data: {path: x, mixture: null}}"],
+        ["data=slimpajama", f"phases=[{{{SIZES}}}, {{{SIZES}, data: {{path: x, mixture: null}}}}]"],
+        ["data=slimpajama", f"phases=[{{{SIZES}}}, {{{SIZES}, data: {{path: x, mixture: {{}}}}}}]"],
+        ["recipe=inner"],
+        ["recipe=outer"],
+        ["recipe=mixed", "phases.1.data.mixture=null", "data.path=x"],
+        ["recipe=mixed", "data.mixture=null", "data.path=x"],
+    ],
+)
+def test_a_mixture_of_null_is_every_source_of_the_path(settings: list[str], tmp_path: Path) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(CONFIGS, configs)
+    recipes = {
+        "mixed": f"data: {{mixture: {{a: {{weight: 1}}}}}}\nphases: [{{{SIZES}}}, {{{SIZES}}}]",
+        "inner": f"phases: [{{{SIZES}}}, {{{SIZES}, data: {{path: x, mixture: null}}}}]",
+        "outer": "data: {path: x, mixture: null}",
+    }
+    for name, text in recipes.items():
+        head = "defaults: [/recipe/laptop, _self_]" if name == "mixed" else "defaults: [/recipe/mixed, _self_]"
+        (configs / f"recipe/{name}.yaml").write_text(f"# @package _global_\n{head}\n{text}\n")
+    found = resolve(load(settings, configs))
+    assert (found[1].data.path, found[1].data.mixture) == ("x", {})
+
+
+def test_null_in_a_saved_configuration_is_no_override(tmp_path: Path) -> None:
+    config = load(["data=slimpajama"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert "mixture: null" in (tmp_path / "config.yaml").read_text()
+    assert len(resolve(load_saved(tmp_path / "config.yaml"))[0].data.mixture) == 7
 
 
 def test_a_wrong_mixture_is_reported() -> None:

@@ -164,7 +164,7 @@ def test_a_job_gets_the_files_of_the_user(work):
     assert str(work / "mine.yaml") in (copied / COMPLETE).read_text()
 
 
-@pytest.mark.parametrize("recipe", ["laptop_phases", "samba_3.8b", "zamba2_1.2b_span"])
+@pytest.mark.parametrize("recipe", ["laptop_phases", "samba_1.3b", "samba_3.8b", "zamba2_1.2b_span"])
 def test_a_saved_configuration_is_a_recipe(work, recipe):
     config = load([f"recipe={recipe}"])
     write(work / "runs/x/config.yaml", to_yaml(config))

@@ -163,7 +163,7 @@ def test_a_missing_folder(tmp_path: Path):
 
 def test_opening_needs_no_torch():
     """It is part of the answer to a wrong command line, which comes within a second."""
-    code = "import sys, hybridtron.data.mixture_spec; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
+    code = "import sys, hybridtron.data.problems; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -21,8 +21,10 @@ from hybridtron.config.schema import (
     Source,
 )
 from hybridtron.data.folder import FolderError, TokenFolder
-from hybridtron.data.mixture_spec import RECIPES_PATHS, mixture_of, problems
+from hybridtron.data.mixture_spec import mixture_of
 from hybridtron.data.prepare.writer import write_folder
+from hybridtron.data.problems import RECIPES_PATHS
+from hybridtron.data.problems import data_problems as problems
 
 
 def config_of(
@@ -85,7 +87,40 @@ def test_two_tokenizers_are_refused(tmp_path: Path, two_sources: TokenFolder):
     other = write_folder(tmp_path / "other", splits, '{"another": 1}', 999, 0, {})
     mixture = {"web": IngredientConfig(1), "text": IngredientConfig(1, path=str(other.path))}
     (line,) = problems_of(config_of(two_sources.path, mixture=mixture))
+    assert line.startswith("data.mixture  ")
     assert f"{other.path} (text) was made with another tokenizer than {two_sources.path} (web)" in line
+
+
+def test_two_ends_of_documents_are_refused(tmp_path: Path, two_sources: TokenFolder):
+    splits = {"train": {"text": [[5] * 99]}, "validation": {}}
+    other = write_folder(tmp_path / "other", splits, "{}", 999, 2, {})
+    mixture = {"web": IngredientConfig(1), "text": IngredientConfig(1, path=str(other.path))}
+    (line,) = problems_of(config_of(two_sources.path, mixture=mixture))
+    assert f"{other.path} (text) ends documents with token 2, and {two_sources.path} (web) with token 0: " in line
+    assert "prepare both with the same --eos" in line
+    phase = PhaseDataConfig(mixture=mixture)
+    (line,) = problems_of(config_of(two_sources.path, phase=phase))
+    assert line.startswith("phases.1.data.mixture  ")
+    assert "(phase pretrain reads it)" in line
+
+
+def test_a_source_that_is_hardly_read_is_refused(two_sources: TokenFolder):
+    """Rows could not be laid out in the mixture's proportions, which only a phase would find that has begun."""
+    mixture = {"web": IngredientConfig(1e-9), "code": IngredientConfig(1)}
+    (line,) = problems_of(config_of(two_sources.path, mixture=mixture))
+    assert "(web) is 1.0e-09 of all that is read: leave it out" in line
+
+
+def test_every_folder_that_is_missing_is_named_once_with_its_key(tmp_path: Path, two_sources: TokenFolder):
+    mixture = {
+        "web": IngredientConfig(1, path=str(tmp_path / "none")),
+        "code": IngredientConfig(1),
+        "books": IngredientConfig(1, path="s3://bucket/books"),
+        "talk": IngredientConfig(1, path=str(tmp_path / "nowhere")),
+    }
+    lines = problems_of(config_of(two_sources.path, mixture=mixture))
+    assert [line.partition("  ")[0] for line in lines] == ["data.mixture.web.path", "data.mixture.talk.path"]
+    assert f"{tmp_path / 'none'} does not exist (phase pretrain reads it); prepare it" in lines[0]
 
 
 def test_a_good_folder_has_no_problems(toy: TokenFolder):
@@ -149,6 +184,8 @@ def test_too_few_tokens(make_folder: Callable[..., TokenFolder]):
     assert not problems_of(config_of(toy.path, seq_len=21))
     (line,) = problems_of(config_of(toy.path, seq_len=22))
     assert "at most 43 validation tokens in a source, and one row takes 45; smaller run.eval_lengths" in line
+    assert "hybridtron data prepare --validation" in line
+    assert line.endswith(f"{toy.path} (text) has the most (phase pretrain reads it)")
     assert not problems_of(config_of(toy.path, seq_len=22, lengths=(1,)))
     assert "has 212 train tokens, and one row takes 213" in problems_of(config_of(toy.path, seq_len=212))[0]
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hybridtron.config.load import load, to_yaml
-from hybridtron.data import mixture_spec
 from hybridtron.data.check_vocabulary import meaning_problems, vocabulary_warnings
 from hybridtron.data.prepare.embedded import train_tokenizer
+from hybridtron.data.problems import data_problems
 from hybridtron.data.same_vocabulary import difference, is_readable
 
 
@@ -109,8 +109,8 @@ def test_of_a_later_phase(weights: Path, tmp_path: Path) -> None:
 
 def test_no_tokenizer_is_trained_for_weights_that_have_one(weights: Path, tmp_path: Path) -> None:
     arguments = [f"run.weights={weights}", f"data.path={tmp_path / 'none'}"]
-    assert [problem.key for problem in mixture_spec.problems(load(arguments))] == ["run.weights"]
-    assert mixture_spec.problems(load([*arguments, "run.accept_data_changes=true"])) == []
+    assert [problem.key for problem in data_problems(load(arguments))] == ["run.weights"]
+    assert data_problems(load([*arguments, "run.accept_data_changes=true"])) == []
 
 
 def test_weights_without_a_tokenizer_are_named(weights: Path, tmp_path: Path) -> None:

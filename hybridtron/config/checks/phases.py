@@ -32,6 +32,7 @@ def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[
         yield from _ramp(where, phases[index])
         yield from _start(where, phase, index)
         yield from _layers(where, config, phases[index])
+        yield from _path(phases[index])
         yield from _trained(where, phases[index])
         earlier = first_named.setdefault(phase.name, index)
         if earlier != index:
@@ -121,6 +122,18 @@ def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Proble
     if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         cure = "a phase may change windows, RoPE bases and what else leaves the weights as they are"
         yield Problem(f"{where}.layers", f"changes the weight {changed[0]} of phases.{phase.before.index}: {cure}")
+
+
+def _path(phase: ResolvedPhase) -> Iterator[Problem]:
+    """A folder that a phase names is read: where every source of its mixture has a folder of its own, it is not."""
+    path, mixture = phase.settings.data.path, phase.data.mixture
+    if path is None or not mixture or any(entry.path is None for entry in mixture.values()):
+        return
+    others = ", ".join(f"{name} of {entry.path}" for name, entry in mixture.items())
+    whose = "phase's" if phase.settings.data.mixture else "run's"
+    cure = "to read that folder alone write mixture: null beside it, to read it too make it a source of the mixture"
+    key = phase.own_key("data.path")
+    yield Problem(key, f"is {shortened(path)!r}, which the {whose} mixture does not read ({others}): {cure}")
 
 
 def _weights(model: ModelConfig) -> dict[str, tuple[object, object]]:

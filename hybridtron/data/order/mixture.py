@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridtron.data.mixture_spec import SMALLEST_SHARE
 from hybridtron.data.order.stream import permutation
 
 GRID_BITS = 60
-SMALLEST_SHARE = 1e-7  # a block of 2 / 1e-7 rows takes 100 MB and seconds to lay out
 
 
 def cumulated(weights: Sequence[float]) -> list[int]:

@@ -264,6 +264,20 @@ def test_what_a_layout_does_not_use_is_noted():
     assert "stage borders" in found[1]
 
 
+def test_a_folder_that_a_phase_names_is_read():
+    mixed = ("data=folder", "data.mixture={code: {weight: 4, path: data/code}, text: {weight: 1, path: data/text}}")
+    message = reported(*mixed, "phases.0.data.path=data/chats")["phases.0.data.path"]
+    assert mentions(
+        message, "is 'data/chats', which the run's mixture does not read", "(code of data/code, text of data"
+    )
+    assert mentions(message, "to read that folder alone write mixture: null beside it")
+    assert not reported(*mixed, "phases.0.data.path=data/chats", "phases.0.data.mixture=null")
+    assert not reported(*mixed, "phases.0.data.path=data/chats", "phases.0.data.mixture={chats: {weight: 1}}")
+    own = "phases.0.data.mixture={chats: {weight: 1, path: data/more}}"
+    assert "the phase's mixture" in reported(*mixed, "phases.0.data.path=data/chats", own)["phases.0.data.path"]
+    assert not reported("data=slimpajama", "phases.0.data.path=/other/slimpajama")  # sources by their names there
+
+
 def test_rows_that_continue_end_where_chunks_do() -> None:
     span = ("recipe=samba_span_laptop", "model.layers.X.chunk=[32,96]", "states.mode=tbtt")
     assert not reported(*span)

@@ -1,0 +1,194 @@
+"""Whether the data of each phase is there, fits together, and is enough, without reading tokens.
+
+Training and its plan refuse what is found here; `inspect`, `rehearse` and a dry run of `submit` do not, since they may
+be asked where the data is not. A phase that opens what could not be seen before, such as a URL, asks
+`content_problems`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.schema import Config, Source
+from hybridtron.config.units import parse_tokens
+from hybridtron.data.check_vocabulary import meaning_problems
+from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder
+from hybridtron.data.mixture_spec import MixtureSource, Opened, mixture_of, mixture_source, reading_plan
+from hybridtron.data.prepare.corpus import sizes
+from hybridtron.problems import Problem
+from hybridtron.storage.remote import is_url
+
+EMBEDDED_PATH = "data/embedded-{}"  # by the vocabulary's size
+# Where configs/data looks for text of one's own.
+RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi", "data/language", "data/code", "data/pg19")
+
+
+def data_problems(config: Config) -> list[Problem]:
+    """What is wrong with the data of each phase, as far as it can be seen on this machine without reading tokens.
+
+    What a URL holds is looked at when a phase opens it.
+    """
+    opened: dict[str, TokenFolder] = {}
+
+    def opened_once(path: str) -> TokenFolder:
+        if path not in opened:
+            opened[path] = TokenFolder.open(Path(path))
+        return opened[path]
+
+    found: dict[str, Problem] = {}
+    for phase in resolve(config):
+        for problem in _phase_problems(phase, opened_once):  # one that several phases have is said of the first
+            found.setdefault(problem.message.replace(_reader(phase), ""), problem)
+    return list(found.values())
+
+
+def _reader(phase: ResolvedPhase) -> str:
+    """Names a phase in a message that several may have."""
+    return f" (phase {phase.settings.name} reads it)"
+
+
+def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
+    data, key, vocab_size = phase.data, phase.key("data.path"), phase.model.vocab_size
+    if data.source == Source.embedded and vocab_size < SMALLEST_VOCABULARY:
+        needs = f"data.source=embedded makes a byte-level vocabulary, which needs at least {SMALLEST_VOCABULARY}"
+        return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
+    paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
+    here = os.path.exists(data.path)  # noqa: PTH110 (a path too long for the system is none)
+    if data.source == Source.embedded and not here:
+        place = _place_problems(key, data.path, vocab_size)
+        return meaning_problems(phase.config, phase.index, data.path) + place + _unmade_problems(phase)
+    if faults := _folder_problems(phase, opened):
+        return faults
+    if any(is_url(path) for path in paths):
+        return []
+    found = mixture_of(data, opened)
+    if data.source == Source.folder and (misplaced := [one for one in found if _is_misplaced(one.folder)]):
+        where = misplaced[0].folder.path
+        cure = f"move it to {EMBEDDED_PATH.format(vocab_size)}, and prepare the text that this recipe is for"
+        return [Problem(key, f"is {where}, which an earlier version filled with Python's own texts; {cure}")]
+    return content_problems(key, phase, found)
+
+
+def _folder_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
+    """Each folder of a phase that can't be read, under the key that names it, or else why they are no mixture."""
+    data, faults, is_here = phase.data, dict[str, FolderError](), not is_url(phase.data.path)
+    for name, entry in data.mixture.items():
+        if is_url(entry.path or data.path):
+            is_here = False
+            continue
+        try:
+            mixture_source(name, entry, data.path, opened)
+        except FolderError as error:
+            faults.setdefault(phase.key(f"data.mixture.{name}.path" if entry.path else "data.path"), error)
+    if is_here and not faults:
+        try:
+            mixture_of(data, opened)
+        except FolderError as error:
+            faults[phase.key("data.path")] = error
+            if data.mixture:
+                return [Problem(phase.key("data.mixture"), f"{error}{_reader(phase)}")]
+    cure = "prepare it with hybridtron data prepare, or try data=embedded data.epochs=null run.max_steps=10"
+    if data.source == Source.embedded:
+        cure = f"delete {data.path}, and it is prepared again; or set another path"
+    return [Problem(key, f"{error}{_reader(phase)}; {cure}") for key, error in faults.items()]
+
+
+def _place_problems(key: str, path: str, vocab_size: int) -> list[Problem]:
+    """The embedded corpus is not written where recipes look for real text: they would read it without a word."""
+    if not _is_recipes_path(path):
+        return []
+    cure = f"use data=embedded, or {key}={EMBEDDED_PATH.format(vocab_size)}"
+    return [Problem(key, f"is {path}, where recipes look for prepared text; Python's own is not written there: {cure}")]
+
+
+def _is_misplaced(folder: TokenFolder) -> bool:
+    return _is_recipes_path(str(folder.path)) and folder.manifest.origin.get("corpus") == Source.embedded.value
+
+
+def _is_recipes_path(path: str) -> bool:
+    return f"{os.path.normpath(path)}/".startswith(tuple(f"{known}/" for known in RECIPES_PATHS))
+
+
+def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
+    """What an embedded corpus will lack whatever its vocabulary is: a token is a byte of the text at least."""
+    data = phase.data
+    try:
+        tokens = parse_tokens(phase.settings.tokens)
+    except ValueError:
+        return []  # reported by the phase's own rules
+    if data.epochs is None:
+        return []
+    most = sizes()
+    weights: Mapping[str, float] = {name: one.weight for name, one in data.mixture.items()} or most
+    if not set(weights) <= set(most):
+        return []  # names of the mixture's own, which the folder resolves
+    whole = sum(weights.values())
+    return _epochs_problems(phase, {name: weights[name] / whole * tokens / most[name] for name in weights}, "null")
+
+
+def content_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
+    """What makes opened sources unfit for the model and the lengths of a phase."""
+    folders = {source.folder.name: source.folder for source in found}
+    vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, phase, folder)]
+    vocabulary += meaning_problems(phase.config, phase.index, found[0].folder)
+    return vocabulary + _size_problems(key, phase, found) + _amount_problems(phase, found)
+
+
+def _vocabulary_problems(key: str, phase: ResolvedPhase, folder: TokenFolder) -> list[Problem]:
+    """An embedded folder must have been made for this vocabulary size; any other may be smaller than the model's."""
+    has, vocab_size = folder.manifest.vocab_size, phase.model.vocab_size
+    if phase.data.source == Source.embedded:
+        made_for = folder.manifest.origin.get("asked_vocab_size", has)
+        if vocab_size in (has, made_for):
+            return []
+        cure = f"set model.vocab_size={made_for}, or a path where a vocabulary of {vocab_size} can be prepared"
+    elif has <= vocab_size:
+        return []
+    else:
+        cure = f"set model.vocab_size={has} or more, or use other tokens"
+    return [Problem(key, f"{folder.name} has a vocabulary of {has}, model.vocab_size is {vocab_size}; {cure}")]
+
+
+def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
+    """A phase reads no source more often than data.epochs allows."""
+    try:
+        tokens = parse_tokens(phase.settings.tokens)
+    except ValueError:
+        return []  # reported by the phase's own rules
+    reads = {one.source: one.epochs or 0.0 for one in reading_plan(found, tokens)}
+    return _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
+
+
+def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: str) -> list[Problem]:
+    """Of the sources that a phase reads too often, the one that it reads most often."""
+    most = phase.data.epochs
+    source = max(reads, key=lambda name: reads[name])
+    if most is None or reads[source] <= most:
+        return []
+    key = phase.key("data.epochs")
+    cure = f"{key}={enough} allows it, {phase.own_key('tokens')} or more text makes it fewer"
+    times = f"{phase.settings.name} reads the source {source} {reads[source]:,.1f} times"
+    return [Problem(key, f"allows {most:g}, and {times}: {cure}")]
+
+
+def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
+    """Every source has text for a row of training, and one of them held-out text for the longest row."""
+    seq_len, reader = phase.settings.seq_len, _reader(phase)
+    longest = seq_len * max((1, *phase.config.run.eval_lengths))
+    problems = []
+    for one in found:
+        if one.tokens("train") <= seq_len:
+            message = f"has {one.tokens('train')} train tokens, and one row takes {seq_len + 1}"
+            cure = f"a smaller seq_len or more text works{reader}"
+            problems.append(Problem(key, f"{one.folder.name} ({one.name}) {message}; {cure}"))
+    fullest = max(found, key=lambda one: one.tokens("validation"))
+    if (most := fullest.tokens("validation")) <= longest:
+        message = f"at most {most} validation tokens in a source, and one row takes {longest + 1}"
+        cure = "smaller run.eval_lengths or seq_len works, or more of them: hybridtron data prepare --validation"
+        where = f"{fullest.folder.name} ({fullest.name}) has the most{reader}"
+        problems.append(Problem(key, f"{message}; {cure}; {where}"))
+    return problems

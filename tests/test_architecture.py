@@ -174,6 +174,13 @@ def rooms_to_the_right(room: str, imports: list[str]) -> list[str]:
     return [other for other in imported if other in ORDER and ORDER.index(other) > ORDER.index(room)]
 
 
+def test_the_map_has_the_order_of_imports() -> None:
+    """A name of `ORDER` that hybridtron/README.md lacks, or has elsewhere."""
+    map_of_code = (PACKAGE / "README.md").read_text()
+    (line,) = [line for line in map_of_code.splitlines() if line.startswith("`shipped, ") and line.endswith("cli`")]
+    assert line.strip("`").replace(" -> ", ", ").split(", ") == [name for name in ORDER if name != "__main__"]
+
+
 def test_a_file_imports_only_from_its_left() -> None:
     inside = [source for source in SOURCES if source.name not in ("__init__.py", "__main__.py")]
     wrong = {source.name: rooms_to_the_right(source.room, source.imports) for source in inside}

@@ -111,7 +111,7 @@ class OptimConfig:
     weight_decay_schedule: DecaySchedule = DecaySchedule.constant
     decay_all: bool = False  # also decay norms, biases, A_log, D and dt_bias, as a plain AdamW would
     clip: Annotated[float, above(0)] = 1.0  # the largest norm of all gradients together
-    # the learning rate after warm-up: cosine, or wsd (constant, then a linear decay)
+    # the learning rate after warm-up: cosine, linear, wsd (constant, then a linear decay), or constant
     schedule: Annotated[str, one_of(SHAPES)] = "cosine"
     hold: Annotated[str, A_SHARE] = "0"  # at a rate of 0 before the warm-up: tokens, or a share of the phase
     warmup: Annotated[str, A_SHARE] = "1%"  # tokens, or a share of the phase

@@ -18,7 +18,7 @@ from examples.papers import columns, speed, submission
 from examples.papers.__main__ import PAPERS, main
 from examples.papers.columns import by_position, in_rows, tasks
 from examples.papers.material import MATERIAL, needed
-from examples.papers.on_gpu import SWEEPS, chain_of, config_of, expected, fill, hours, runs_of, saved
+from examples.papers.on_gpu import SWEEPS, chain_of, config_of, expected, fill, hours, rehearsed, runs_of, saved
 from examples.papers.submission import by_sweep, script
 from examples.results import ROOT
 from hybridtron.cli import main as cli
@@ -84,6 +84,17 @@ def test_hours_are_a_model_that_grows_with_the_tokens() -> None:
     longer = (*run.settings, "phases.0.tokens=4B")
     assert 2 < expected((run.settings,)) < 6
     assert expected((longer,)) == pytest.approx(2 * expected((run.settings,)), rel=0.01)
+
+
+def test_a_recipe_that_eight_ranks_cannot_share_is_as_slow_as_its_stages() -> None:
+    """Copying has the model of mamba2_45m but a fifteenth of its vocabulary, and no record of eight data ranks."""
+    rate, launches = rehearsed("copying_45m")
+    larger, fewer = rehearsed("mamba2_45m")
+    assert larger / 4 < rate < 1.5 * larger
+    assert fewer < launches < 10 * fewer
+    (claim,) = [one for one in PAPERS["length"].claims if one.name == "table1-copying"]
+    assert claim.on_gpu is not None
+    assert sum(hours(claim.on_gpu).values()) > 6 * 153e6 / (2 * larger) / 3600
 
 
 def test_claims_of_a_sweep_train_it_in_the_same_way() -> None:

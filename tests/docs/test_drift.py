@@ -1,0 +1,60 @@
+"""What pages say of the code, and of each other, holds."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hybridtron.architecture import SPECS
+from hybridtron.config.lr_shapes import SHAPES
+from tests.docs.conftest import ROOT
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def cells(page: str, row: str) -> list[str]:
+    """Of the last table's line that begins with this cell."""
+    line = [line for line in text_of(page).splitlines() if line.startswith(f"| {row} |")][-1]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def percent(cell: str) -> str:
+    return f"{round(100 * float(cell.split(' ')[0]), 1):g}%"
+
+
+@pytest.mark.parametrize(
+    ("page", "begins", "ends"),
+    [
+        ("docs/glossary.md", "| kind |", "\n"),
+        ("configs/README.md", "The kinds are ", "; their options"),
+        ("docs/mixers.md", "| `kind` | what it is", "\n\n"),
+    ],
+)
+def test_every_kind_is_named(page: str, begins: str, ends: str) -> None:
+    found = text_of(page).partition(f"\n{begins}")[2].partition(ends)[0]
+    assert [kind for kind in SPECS if f"`{kind}`" not in found] == []
+
+
+def test_every_schedule_is_named() -> None:
+    (row,) = re.findall(r"^\| `optim\.schedule` \|.*$|^\| `schedule` \|.*$", text_of("docs/keys.md"), re.MULTILINE)
+    assert [shape for shape in SHAPES if shape not in row.rpartition("|")[0].rpartition("|")[2]] == []
+
+
+def test_pages_say_what_benchmarks_measured() -> None:
+    """docs/states.md of copying and of keys; the README of joint recall of the verdicts."""
+    states = text_of("docs/states.md")
+    for row in ("zero", "passing"):
+        assert f"copies {percent(cells('benchmarks/length_story.md', row)[-1])}" in states
+    for row, sentence in (("from zero states", "finds {} of them"), ("from fitted noise", "and {} when")):
+        assert sentence.format(percent(cells("benchmarks/passkey.md", row)[-1])) in states
+    verdicts = re.findall(r"^\| Figure 5 \(joint recall\) \| .* \| (.*) \|$", text_of("docs/papers.md"), re.MULTILINE)
+    assert (len(verdicts), verdicts.count("agrees")) == (10, 1)
+    readme = " ".join(text_of("examples/joint_recall/README.md").split())
+    pairs = text_of("benchmarks/joint_recall.md").partition("## What the paper says of pairs")[2].partition("\n## ")[0]
+    yes = re.findall(r"^\| .* \| yes \|$", pairs, re.MULTILINE)
+    assert len(yes) == 7
+    assert "In seven of ten pairs they stand as the paper's do" in readme
+    assert "one of these is seen (key selection above Mamba) and the others are undecided" in readme

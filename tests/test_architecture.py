@@ -266,6 +266,47 @@ def test_the_rule_of_one_door_catches_each_way_past_it() -> None:
         assert files_read_elsewhere(source) == ([1] if way in ways else [])
 
 
+PICKLED = {  # never what another process of a job, or a file, could have written
+    "config/composed.py",  # copies within a process
+    "config/saved.py",
+    "parallel/pool.py",  # a pool's own children, by pipes
+}
+OF_OBJECTS = {
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+
+
+def unpickling(source: SourceFile) -> set[str]:
+    """Names by which a file would unpickle what a peer or a file says: torch's collectives for objects, and pickle."""
+    collectives = {name.rpartition(".")[2] for name in [*source.chains, *source.imports]} & OF_OBJECTS
+    return collectives | {module.split(".")[0] for module in source.imports} & {"pickle", "cloudpickle", "dill"}
+
+
+def test_ranks_send_no_pickles() -> None:
+    users = {source.name: found for source in SOURCES if (found := unpickling(source))}
+    assert users == {name: {"pickle"} for name in PICKLED}
+
+
+def test_the_rule_of_pickles_catches_each_way_past_it() -> None:
+    ways = ["dist.all_gather_object(a, b)", "from torch.distributed import broadcast_object_list", "import pickle as p"]
+    for way in [*ways, "from pickle import loads"]:
+        source = SourceFile(Path("x.py"))
+        source.__dict__["nodes"] = list(ast.walk(ast.parse(way)))
+        assert len(unpickling(source)) == 1
+
+
+def test_only_weights_are_unpickled_from_files() -> None:
+    calls = [
+        (source.name, {word.arg: ast.unparse(word.value) for word in node.keywords})
+        for source in SOURCES
+        for node in source.nodes
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
+    assert [name for name, _ in calls] == ["interop/reader.py"]
+    assert all(words.get("weights_only") == "True" for _, words in calls)
+
+
 def test_every_module_says_what_it_is() -> None:
     assert [where(source) for source in EVERYTHING if not ast.get_docstring(source.tree)] == []
 

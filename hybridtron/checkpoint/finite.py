@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtron.parallel.groups import all_gather_object
+from hybridtron.parallel.plain_values import all_gather_values
 
 KINDS = ("model", "optimizer")  # files of a checkpoint
 THREADS = 2  # torch reads memory with one thread where it computes with one
@@ -38,7 +38,7 @@ def not_finite(blocks: Iterable[Any]) -> str | None:
 
 def all_finite(key: str | None) -> None:
     """Raise NotFinite on all processes where any names a tensor that is not; all call this together."""
-    if found := next(filter(None, all_gather_object(key)), None):
+    if found := next(filter(None, all_gather_values(key)), None):
         raise NotFinite(f"values of {found} are not finite")
 
 

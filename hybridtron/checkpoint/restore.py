@@ -24,7 +24,8 @@ from hybridtron.device import random_states, set_random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.stored_states import restore_states
 from hybridtron.parallel.fp8_statistics import known_blocks
-from hybridtron.parallel.groups import Groups, all_gather_object, barrier
+from hybridtron.parallel.groups import Groups, barrier
+from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.problems import ConfigError, Problem
 
 __all__ = ["check_given", "restore_newest", "restore_states"]
@@ -59,7 +60,7 @@ def restore_newest(
     found = []
     for checkpoint in candidates:
         engine, border = engine_for(checkpoint)
-        fault = next(filter(None, all_gather_object(_restored(checkpoint, engine, border))), None)
+        fault = _first_fault(_restored(checkpoint, engine, border))
         if fault is None:
             _archive_newer_broken(checkpoint, run_dir, engine.groups.is_first)
             return checkpoint
@@ -74,6 +75,13 @@ def restore_newest(
     raise BrokenCheckpoint("; ".join(["no checkpoint is whole", *found]))
 
 
+def _first_fault(own: RestoreFault | None) -> RestoreFault | None:
+    """The fault of the first process that has one, on all of them."""
+    every = all_gather_values(None if own is None else [own.what, own.key])
+    first = next(filter(None, every), None)
+    return None if first is None else RestoreFault(what=first[0], key=first[1])
+
+
 def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
     """All processes together read the weights that a key names. Raises ConfigError where they are not whole."""
     fault = None
@@ -81,7 +89,7 @@ def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
         given.verify_chunks("model", groups.rank, groups.world_size)
     except BrokenCheckpoint as error:
         fault = str(error)
-    if found := next(filter(None, all_gather_object(fault)), None):
+    if found := next(filter(None, all_gather_values(fault)), None):
         raise ConfigError([Problem(key, f"{found}; name another checkpoint")])
 
 

@@ -46,7 +46,8 @@ from hybridtron.config.units import parse_steps
 from hybridtron.device import random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.blocks import block
-from hybridtron.parallel.groups import Groups, all_gather_object, barrier
+from hybridtron.parallel.groups import Groups, barrier
+from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.storage.durable import put, sync, temporary_of
 
 WRITERS = 2  # threads: one flushes while another digests
@@ -123,7 +124,7 @@ class Saver:
         if self._under_way is None:
             return
         error = self._end()
-        faults = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+        faults = all_gather_values(None if error is None else f"{type(error).__name__}: {error}")
         fault = next(filter(None, faults), None)
         if fault is None:
             self.failures = 0

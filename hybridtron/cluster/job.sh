@@ -2,7 +2,8 @@
 # The steps of every job; the lines above are this one's own.
 set -uo pipefail  # after the software, whose scripts may not bear it
 export PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))  # below those the system gives to connections
+MASTER_PORT=$(shuf -i 20000-31999 -n 1)  # a new one each time, below those the system gives to connections
+export MASTER_PORT
 logs=$run/logs/slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 mkdir -p "$logs"

@@ -125,6 +125,7 @@ def compare_nodes(report: NodeReport, checks: ChecksConfig) -> None:
 
     from hybridtron.config.layout import launched
     from hybridtron.device import compute_device
+    from hybridtron.parallel.plain_values import all_gather_values
 
     launch = launched()
     if launch.world_size == 1:
@@ -132,9 +133,8 @@ def compare_nodes(report: NodeReport, checks: ChecksConfig) -> None:
     backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
     place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timedelta(seconds=checks.timeout)}
     dist.init_process_group(backend, init_method="env://", **place)
-    clocks: list[tuple[str, float]] = [("", 0.0)] * launch.world_size
     dist.barrier()
-    dist.all_gather_object(clocks, (report.node, time.time()))
+    clocks = [(node, clock) for node, clock in all_gather_values([report.node, time.time()])]
     off = dict(clocks)[report.node] - statistics.median(clock for _, clock in clocks)
     report.found.append(f"clock {off:+.2f} s")
     if abs(off) > checks.clock_s:
@@ -149,15 +149,16 @@ def look_at_links(report: NodeReport, checks: ChecksConfig, node_of: list[str]) 
     import torch.distributed as dist
 
     from hybridtron.device import compute_device
+    from hybridtron.parallel.plain_values import all_gather_values
 
     nodes = list(dict.fromkeys(node_of))
     groups = {node: dist.new_group([rank for rank, of in enumerate(node_of) if of == node]) for node in nodes}
     tensor = torch.ones(VALUES[compute_device().type], device=compute_device())
     inside, wrong = bandwidth(tensor, groups[report.node])
-    every_wrong = [wrong] * len(node_of)
-    dist.all_gather_object(every_wrong, wrong)
     report.faults += [
-        f"rank {rank} there {fault}" for rank, fault in enumerate(every_wrong) if fault and node_of[rank] == report.node
+        f"rank {rank} there {fault}"
+        for rank, fault in enumerate(all_gather_values(wrong))
+        if fault and node_of[rank] == report.node
     ]
     if inside is not None:
         report.found.append(f"all-reduce {inside:.3g} GB/s inside")

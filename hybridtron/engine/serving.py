@@ -26,6 +26,7 @@ from hybridtron.model.lm import LanguageModel, ModelSlice, stream_dtype
 from hybridtron.model.stack import States
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import MEGATRON
+from hybridtron.parallel.plain_values import all_gather_tensors
 
 SEQ_LEN = 2048  # by whose costs the layers are shared out over stages, whatever is read
 
@@ -92,10 +93,9 @@ def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: 
 
 def of_all(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
     """What all ranks' layers say, on each of them: heads or channels in their order, layers in theirs."""
-    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
-    shares: list[dict[int, Tensor]] = [{} for _ in range(dist.get_world_size(groups[0]))]
-    dist.all_gather_object(shares, {layer: said.cpu() for layer, said in of_layers.items()}, group=groups[0])
-    own = {layer: torch.cat([share[layer] for share in shares]) for layer in of_layers}
-    stages: list[dict[int, Tensor]] = [{} for _ in range(dist.get_world_size(groups[1]))]
-    dist.all_gather_object(stages, own, group=groups[1])
-    return dict(sorted(pair for stage in stages for pair in stage.items()))
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    shares = all_gather_tensors({str(layer): said for layer, said in of_layers.items()}, tensor)
+    own = {str(layer): torch.cat([share[str(layer)] for share in shares]) for layer in of_layers}
+    stages = {int(layer): said for stage in all_gather_tensors(own, pipeline) for layer, said in stage.items()}
+    return {layer: stages[layer] for layer in sorted(stages)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +22,11 @@ from hybridtron.model.stack import States
 from hybridtron.parallel.context import (
     ContextGroup,
     fill_from_last_share,
-    known_of_last_share,
     of_all_shares,
     of_last_share,
     own_tokens,
     seq_of_share,
+    value_of_last_share,
 )
 
 GROWING = ("keys", "values")  # those of full attention, behind those of the tokens before
@@ -74,25 +73,18 @@ def by_shares(
     return made, states_of_row(after, states or {}, length, context)
 
 
-class LastPart(NamedTuple):
-    """A part of the state after the last share: its shape, and how many tokens it has behind those from before."""
-
-    shape: torch.Size
-    grown: int
-
-
 def states_of_row(own: States, before: States, length: int, context: ContextGroup) -> States:
     """The states after a row of this length on every rank, each of which has those after its own share.
 
     Of keys that only grow, the row's own are sent: all ranks have those from before it.
     """
-    parts = {
-        (layer, name): LastPart(part.shape, _grown(name, part, before.get(layer, {}).get(name), length))
+    parts = [
+        [layer, name, list(part.shape), _grown(name, part, before.get(layer, {}).get(name), length)]
         for layer, state in own.items()
         for name, part in state.items()
-    }
+    ]
     after: States = {layer: {} for layer in own}
-    for (layer, name), (shape, grown) in known_of_last_share(parts, context).items():
+    for layer, name, shape, grown in value_of_last_share(parts, context):
         of_own = own[layer][name]
         sent = of_own.new_empty(shape[0], grown or shape[1], *shape[2:]) if len(shape) > 1 else of_own.new_empty(shape)
         if context.rank == context.size - 1:

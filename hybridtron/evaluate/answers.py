@@ -18,7 +18,7 @@ from hybridtron.evaluate.served import Served
 from hybridtron.evaluate.suites import Cell
 from hybridtron.model.generate import Prompts, continued
 from hybridtron.model.text import TextOfRow, write
-from hybridtron.parallel.groups import all_gather_object
+from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.tasks.base import Sample, TextTokens, TokenTask
 
 SHOWN = 240  # characters of a prompt's end that are stored
@@ -49,7 +49,7 @@ def everyone(model: Served, own: list[Line]) -> list[Line]:
     """The lines of all replicas, in order; the ranks of one replica have the same."""
     if model.alone:
         return own
-    lines = {line["key"]: line for lines in all_gather_object(own) for line in lines}
+    lines = {line["key"]: line for lines in all_gather_values(own) for line in lines}
     return sorted(lines.values(), key=lambda line: line["index"])
 
 

@@ -44,7 +44,7 @@ from hybridtron.ops.scan.reference import step_sizes
 from hybridtron.ops.span import SpanInputs
 from hybridtron.ops.span.reference import chosen_table, chunk_spans
 from hybridtron.ops.ssd import SSDInputs
-from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup, known_of_all_shares
+from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup, tensors_of_all_shares
 
 SCORES = 2**24  # that exist at a time
 QUERIES = 256  # the last ones of a row, whose attention is looked at
@@ -152,13 +152,13 @@ class Attending:
         sums_H3 = torch.stack([x.sum((0, 2)) for x in (entropy_BHQ, keys_BHQ.log(), ones)], dim=1)
         self.sums[shift] = self.sums.get(shift, 0) + sums_H3
 
-    def __add__(self, other: Attending) -> Attending:
-        """With what another rank saw of its shares."""
-        shifts = sorted(self.sums.keys() | other.sums.keys())
-        return replace(self, sums={shift: _sum(self.sums.get(shift), other.sums.get(shift)) for shift in shifts})
+    def tensors(self) -> dict[str, Tensor]:
+        """What adds up over ranks, by name."""
+        return {str(shift): sums_H3 for shift, sums_H3 in self.sums.items()}
 
-    def cpu(self) -> Attending:
-        return replace(self, sums={shift: sums_H3.cpu() for shift, sums_H3 in self.sums.items()})
+    def with_tensors(self, found: Mapping[str, Tensor]) -> Attending:
+        """With the sums over ranks in place of its own."""
+        return replace(self, sums={int(shift): sums_H3 for shift, sums_H3 in found.items()})
 
     def means(self) -> Tensor:
         """Entropy, bound and kind of each head, (H, 3)."""
@@ -181,12 +181,14 @@ class Selecting:
         self.sum_BE = self.sum_BE + delta_BLE.sum(1)
         self.logs_BE = self.logs_BE + torch.xlogy(delta_BLE, delta_BLE).sum(1)
 
-    def __add__(self, other: Selecting) -> Selecting:
-        """With what another rank saw of its shares."""
-        return Selecting(self.tokens + other.tokens, self.sum_BE + other.sum_BE, self.logs_BE + other.logs_BE)
+    def tensors(self) -> dict[str, Tensor]:
+        """What adds up over ranks, by name."""
+        sums = {"sum": torch.as_tensor(self.sum_BE), "logs": torch.as_tensor(self.logs_BE)}
+        return {"tokens": torch.tensor(self.tokens), **sums}
 
-    def cpu(self) -> Selecting:
-        return Selecting(self.tokens, torch.as_tensor(self.sum_BE).cpu(), torch.as_tensor(self.logs_BE).cpu())
+    def with_tensors(self, found: Mapping[str, Tensor]) -> Selecting:
+        """With the sums over ranks in place of its own."""
+        return Selecting(int(found["tokens"]), found["sum"], found["logs"])
 
     def means(self) -> Tensor:
         """Entropy, bound and kind of each channel, (E, 3)."""
@@ -231,10 +233,15 @@ class Looking:
 
 
 def _means(seen: Mapping[int, Observed], context: ContextGroup) -> dict[int, Tensor]:
-    first, *others = known_of_all_shares({layer: one.cpu() for layer, one in seen.items()}, context)
-    for other in others:
-        first = {layer: one + other[layer] for layer, one in first.items()}
-    return {layer: one.means() for layer, one in first.items()}
+    """Means by layer of what the ranks of a row have seen together."""
+    named = {f"{layer} {name}": tensor for layer, one in seen.items() for name, tensor in one.tensors().items()}
+    total: dict[int, dict[str, Tensor]] = {layer: {} for layer in seen}
+    for share in tensors_of_all_shares(named, context):
+        for key, tensor in share.items():
+            layer, name = key.split()
+            of_layer = total[int(layer)]
+            of_layer[name] = of_layer[name] + tensor if name in of_layer else tensor
+    return {layer: one.with_tensors(total[layer]).means() for layer, one in seen.items()}
 
 
 def entropies(
@@ -254,15 +261,6 @@ def _mixers(parts: Sequence[Any]) -> Iterator[tuple[int, nn.Module]]:
     for part in parts:
         for index, layer in part.layers.items():
             yield int(index), layer.mixer
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor:
-    """Of what there is."""
-    if one is None or other is None:
-        found = other if one is None else one
-        assert found is not None
-        return found
-    return one + other
 
 
 def _of_layer(layer: int, means_H3: Tensor) -> Entropy:

@@ -17,7 +17,7 @@ Letters: B rows, L tokens of a share, T those before it that a layer reads, C an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from hybridtron.data.batch import Batch, RowShare, SeqInfo
 from hybridtron.ops.attention import AttentionMemory
 from hybridtron.ops.total import Factors, Matrices
 from hybridtron.parallel.cut import RankGroup
+from hybridtron.parallel.plain_values import all_gather_tensors, broadcast_value
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,6 @@ def read_twice(inputs: Inputs, seq: SeqInfo) -> Inputs:
 
 
 Scan = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-Known = TypeVar("Known")
 
 
 def scan_from(
@@ -198,11 +198,9 @@ def fill_from_last_share(x: Tensor, context: ContextGroup) -> None:
     dist.broadcast(x, dist.get_global_rank(_group(context), context.size - 1), group=context.group)
 
 
-def known_of_last_share(value: Known, context: ContextGroup) -> Known:
-    """What the rank with the last share says, on every rank; no tensor."""
-    said = [value]
-    dist.broadcast_object_list(said, dist.get_global_rank(_group(context), context.size - 1), group=context.group)
-    return said[0]
+def value_of_last_share(value: Any, context: ContextGroup) -> Any:
+    """The plain value of the rank with the last share, on every rank."""
+    return broadcast_value(value, dist.get_global_rank(_group(context), context.size - 1), context.group)
 
 
 def of_all_shares(x_LB: Tensor, context: ContextGroup) -> Tensor:
@@ -212,12 +210,11 @@ def of_all_shares(x_LB: Tensor, context: ContextGroup) -> Tensor:
     return torch.cat(parts)
 
 
-def known_of_all_shares(value: Known, context: ContextGroup) -> list[Known]:
-    """What every share's rank says, the first one first; no tensor on a device."""
-    said = [value] * context.size
-    if context.size > 1:
-        dist.all_gather_object(said, value, group=_group(context))
-    return said
+def tensors_of_all_shares(tensors: Mapping[str, Tensor], context: ContextGroup) -> list[dict[str, Tensor]]:
+    """Tensors of every share's rank by name, on the CPU, the first share's first; without gradients."""
+    if context.size == 1:
+        return [{name: tensor.detach().cpu() for name, tensor in tensors.items()}]
+    return all_gather_tensors(tensors, _group(context))
 
 
 def _group(context: ContextGroup) -> dist.ProcessGroup:

@@ -25,6 +25,7 @@ from hybridtron.device import compute_device, megatron_context
 from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup
 from hybridtron.parallel.cut import Mesh, RankGroup
 from hybridtron.parallel.linear import Products, TensorGroup
+from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.problems import ConfigError, Problem
 
 
@@ -147,12 +148,4 @@ def all_reduce_max(values: list[float]) -> list[float]:
 
 def host_pids() -> list[tuple[str, int]]:
     """Machine and process id of every rank."""
-    return all_gather_object((socket.gethostname(), os.getpid()))
-
-
-def all_gather_object(value: Any) -> list[Any]:
-    """What every process brings, by rank."""
-    found = [value] * dist.get_world_size()
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
+    return [(host, process) for host, process in all_gather_values([socket.gethostname(), os.getpid()])]

@@ -29,6 +29,7 @@ from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import megatron_context
 from hybridtron.parallel import groups
 from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.rendezvous import LOOPBACK
 
 GRACE_S = 3.0  # what the others of a failed job get to fail too
 START_S = 120.0  # what new processes get to import what they need
@@ -148,6 +149,7 @@ def _serve(connection: Connection) -> None:
     """A worker's life: one job after another, each in a process of its own, until the pool goes."""
     os.setpgid(0, 0)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     torch.set_num_threads(1)
     faulthandler.enable()  # a process that dies of a signal says where
     connection.send_bytes(b"ready")

@@ -17,6 +17,7 @@ from hybridtron.architecture.base import Parameter
 from hybridtron.device import compute_device
 from hybridtron.parallel.cut import gather, mesh_sizes
 from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.plain_values import all_gather_values
 
 
 def gathered(
@@ -28,8 +29,7 @@ def gathered(
     of a name are all of one type: `dtype`, or fp32 where the table wants it.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    names_of_stages: list[list[str]] = [[] for _ in range(groups.pipeline_size)]
-    dist.all_gather_object(names_of_stages, list(shares), group=pipeline)
+    names_of_stages: list[list[str]] = all_gather_values(list(shares), pipeline)
     stage_ranks = dist.get_process_group_ranks(pipeline)
     for name, parameter in table.items():
         owner = next(stage for stage, names in enumerate(names_of_stages) if name in names)

@@ -1,0 +1,83 @@
+"""What ranks send each other beside tensors of known shapes: plain values as JSON, tensors by name as their bytes.
+
+torch's own collectives for objects pickle them, and unpickling runs what a peer sends. A peer is any process that
+reaches the ports of a job, so nothing here does more than read numbers and text. Messages go over gloo, in the memory
+of the host.
+
+A plain value is None, a truth value, a number, text, a list or a dictionary with texts as keys. A tuple arrives as a
+list, on one process too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+
+
+def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The plain values that all processes of a group bring, by rank."""
+    return [json.loads(_text(sent)) for sent in _all_gather_bytes(_bytes(value), group)]
+
+
+def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+    """The plain value of one process of a group, named by its rank among all, on every one."""
+    sent = _bytes(value)
+    if dist.get_world_size(group) > 1:
+        size = torch.tensor([sent.numel()])
+        dist.broadcast(size, source, group=group)
+        if dist.get_rank() != source:
+            sent = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(sent, source, group=group)
+    return json.loads(_text(sent))
+
+
+def all_gather_tensors(
+    tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> list[dict[str, Tensor]]:
+    """The tensors that all processes of a group bring, on the CPU, by rank and name; names and shapes may differ."""
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    described = all_gather_values([[name, str(one.dtype), list(one.shape)] for name, one in own.items()], group)
+    flat = [one.reshape(-1).view(torch.uint8) for one in own.values()]
+    every = _all_gather_bytes(torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8), group)
+    return [_taken_apart(sent, about) for sent, about in zip(every, described, strict=True)]
+
+
+def _taken_apart(sent: Tensor, described: Sequence[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
+    found, first = {}, 0
+    for name, dtype, shape in described:
+        whole = torch.empty(shape, dtype=TYPES[dtype])
+        size = whole.numel() * whole.element_size()
+        whole.reshape(-1).view(torch.uint8).copy_(sent[first : first + size])
+        found[name] = whole
+        first += size
+    return found
+
+
+def _all_gather_bytes(sent: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Bytes of different numbers: the shorter ones are sent with room behind them."""
+    count = dist.get_world_size(group)
+    if count == 1:
+        return [sent]
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(count)]
+    dist.all_gather(sizes, torch.tensor([sent.numel()]), group=group)
+    longest = int(max(sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: sent.numel()] = sent
+    every = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
+    dist.all_gather(every, padded, group=group)
+    return [one[: int(size)] for one, size in zip(every, sizes, strict=True)]
+
+
+def _bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _text(sent: Tensor) -> bytes:
+    return sent.numpy().tobytes()

@@ -1,0 +1,101 @@
+"""What ranks send each other arrives as it was, and a peer that sends a pickle is not unpickled."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridtron.parallel import plain_values
+from hybridtron.parallel.plain_values import all_gather_tensors, all_gather_values, broadcast_value
+from hybridtron.parallel.pool import Seat
+from tests.distributed import run_distributed
+
+
+def join(seat: Seat) -> None:
+    place = {"rank": seat.rank, "world_size": seat.world_size}
+    dist.init_process_group("gloo", init_method=f"file://{seat.meeting_file}", **place)
+
+
+def of_rank(rank: int) -> list[Any]:
+    """Values of different lengths, with what numbers can be."""
+    return [None, rank, 0.1 * rank, float("inf"), "ü" * rank, {"key": [True] * rank}]
+
+
+def tensors_of(rank: int) -> dict[str, Tensor]:
+    """Other names, shapes and types on each rank."""
+    draw = torch.Generator().manual_seed(rank)
+    found = {"7": torch.randn(3, rank, generator=draw, dtype=torch.float64), "scalar": torch.tensor(rank)}
+    return found | {str(rank): torch.randn(2, 5, generator=draw).bfloat16().T} if rank else {}
+
+
+def _exchanged(seat: Seat) -> tuple[list[Any], Any, bool]:
+    join(seat)
+    group = dist.new_group([0, 2])
+    every = all_gather_tensors(tensors_of(seat.rank))
+    right = all(
+        found.keys() == tensors_of(rank).keys()
+        and all(one.dtype == found[name].dtype and one.equal(found[name]) for name, one in tensors_of(rank).items())
+        for rank, found in enumerate(every)
+    )
+    said = broadcast_value(["from", seat.rank], 2, group) if seat.rank != 1 else ["from", 2]
+    return all_gather_values(of_rank(seat.rank)), said, right
+
+
+@pytest.mark.gloo
+def test_values_and_tensors_of_three_ranks() -> None:
+    for values, said, right in run_distributed(_exchanged, 3):
+        assert values == [of_rank(rank) for rank in range(3)]
+        assert said == ["from", 2]
+        assert right
+
+
+class Opened:
+    """What touches a file where it is unpickled."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return Path.touch, (Path(self.file),)  # type: ignore[return-value]
+
+
+def _hostile(seat: Seat, file: str) -> str:
+    """One rank sends a pickle, as torch's collectives do; says what the others make of it."""
+    join(seat)
+    if seat.rank == 1:
+        sent = torch.frombuffer(bytearray(pickle.dumps(Opened(file))), dtype=torch.uint8)
+        plain_values._all_gather_bytes(sent, None)
+        return ""
+    try:
+        return str(all_gather_values("mine"))
+    except ValueError as error:
+        return type(error).__name__
+
+
+@pytest.mark.gloo
+def test_a_pickle_of_a_peer_is_not_opened(tmp_path: Path) -> None:
+    assert run_distributed(_hostile, 2, str(tmp_path / "opened"))[0] in ("JSONDecodeError", "UnicodeDecodeError")
+    assert not (tmp_path / "opened").exists()
+
+
+def test_one_process_gets_what_several_would(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert all_gather_values(("a", 1)) == [["a", 1]]
+        assert broadcast_value({"a": (1,)}, 0) == {"a": [1]}
+        (found,) = all_gather_tensors({"x": torch.ones(2, 0), "y": torch.tensor(1.5)})
+        assert found["x"].shape == (2, 0)
+        assert found["y"] == 1.5
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_is_no_plain_value_is_refused() -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        plain_values._bytes({"path": Path()})

@@ -1,0 +1,49 @@
+"""The store of ranks that are started by hand: two of them find each other, and no other address reaches it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from hybridtron.parallel.rendezvous import LOOPBACK, Rendezvous
+
+
+def reaches(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of the machine")
+def test_the_store_listens_on_the_loopback_alone() -> None:
+    """Another address of the machine stands for what other machines see; torch's own socket answers there."""
+    open_to_all = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert reaches("127.0.0.2", open_to_all.port)
+    kept = Rendezvous()
+    port = int(kept.variables["MASTER_PORT"])
+    assert reaches("127.0.0.1", port)
+    assert not reaches("127.0.0.2", port)
+
+
+def test_clients_find_what_others_have_left() -> None:
+    kept = Rendezvous()
+    address, port = kept.variables["MASTER_ADDR"], int(kept.variables["MASTER_PORT"])
+    one, other = (TCPStore(address, port, is_master=False, timeout=timedelta(seconds=20)) for _ in range(2))
+    one.set("key", "value")
+    assert other.get("key") == b"value"
+
+
+def test_gloo_uses_the_loopback() -> None:
+    assert LOOPBACK in [name for _, name in socket.if_nameindex()]
+    assert Rendezvous().variables["GLOO_SOCKET_IFNAME"] == LOOPBACK
+
+
+def test_each_start_has_a_store_of_its_own() -> None:
+    first, second = Rendezvous(), Rendezvous()
+    assert first.variables["MASTER_PORT"] != second.variables["MASTER_PORT"]

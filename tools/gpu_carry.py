@@ -145,6 +145,10 @@ def kernels(asked: Carried) -> None:
     folders = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache.resolve()), "TRITON_STORE_BINARY_ONLY": "1"}
     command = [str(asked.python), "-m", "hybridtron.rehearse.queue_model", str(asked.folder / "modelled.json")]
     run([*command, "--gpu", asked.gpu], {**os.environ, **folders})
+    model = json.loads((asked.folder / "modelled.json").read_text())
+    print(
+        f"kernels of {len(model['steps'])} recipes and {len(model['calls'])} calls, by the compiler {model['compiler']}"
+    )
 
 
 def imported(asked: Carried) -> None:

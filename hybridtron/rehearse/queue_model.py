@@ -25,9 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--gpu", default="h100", choices=sorted(GPUS))
     parser.add_argument("--recipe", action="append", choices=list(RECIPES), help="these alone; may be repeated")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try this tool")
     chosen = parser.parse_args(arguments)
     process = RehearsalProcess(GPUS[chosen.gpu], packages=())
-    found = rehearsed(process, chosen.recipe or list(RECIPES))
+    found = rehearsed(process, chosen.recipe or list(RECIPES), chosen.tiny)
     chosen.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -56,3 +57,7 @@ def step(process: RehearsalProcess, recipe: str, tiny: bool) -> dict[str, Any]:
         process.rehearse(resolve(smaller)[0], 1, 0)
     whole = process.rehearse(resolve(config)[0], 1, 0)
     return {"device_ms": 1e3 * whole.time.whole.device, "kernels": as_json(whole)["kernels"]}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

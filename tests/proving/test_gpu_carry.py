@@ -29,7 +29,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str,
             folder.mkdir()
             (folder / "einops-0.8.2-py3-none-any.whl").write_bytes(bytes(1000))
         if "hybridtron.rehearse.queue_model" in command:
-            (Path(command[3])).write_text("{}")
+            (Path(command[3])).write_text('{"steps": {}, "calls": {}, "compiler": "abc"}')
             cache = Path((environment or {})["TRITON_CACHE_DIR"])
             cache.mkdir()
             (cache / "_backward.cubin").write_bytes(bytes(2**20))
@@ -103,19 +103,14 @@ def test_the_script_runs_the_queue(tmp_path: Path) -> None:
 def test_kernels_are_compiled_once(tmp_path: Path) -> None:
     """A second process, as that of the GPU's machine, finds each in the cache."""
     pytest.importorskip("triton")
-    program = (
-        "import json; from hybridtron.planning.rates import GPUS; from hybridtron.rehearse import queue_model\n"
-        "process = queue_model.RehearsalProcess(GPUS['h100'], packages=())\n"
-        "print(json.dumps(queue_model.rehearsed(process, ['gla_360m'], tiny=True)))"
-    )
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    file, cache = tmp_path / "modelled.json", tmp_path / "triton"
+    command = [sys.executable, "-m", "hybridtron.rehearse.queue_model", str(file), "--recipe", "gla_360m", "--tiny"]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     listed: list[set[str]] = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
-        )
-        listed.append({path.name for path in tmp_path.iterdir()})
-    found = json.loads(done.stdout.splitlines()[-1])
+        subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        listed.append({path.name for path in cache.iterdir()})
+    found = json.loads(file.read_text())
     assert listed[0] == listed[1]
     names = {kernel["name"] for kernel in found["steps"]["gla_360m"]["kernels"]}
     assert {"gla.outputs", "norm.backward", "swiglu.forward"} <= names

@@ -22,7 +22,6 @@ import platform
 import time
 from pathlib import Path
 
-from hybridtron.planning.rates import GPUS
 from hybridtron.problems import Unusable
 from hybridtron.proving.gpu.queue.child import modelled
 from hybridtron.proving.gpu.queue.parts import PARTS, named
@@ -63,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [row for folder in (committed, chosen.output) if folder is not None for row in read(folder)]
     known = attempts(rows)
     from hybridtron.proving.gpu.queue import page  # imports torch, which --help does without
+    from hybridtron.proving.gpu.queue.card import card_here
 
     if chosen.page:
         if committed is None:
@@ -83,16 +83,6 @@ def main(arguments: list[str] | None = None) -> int:
     ended = run.take(parts)
     print(f"{run.rows}: {len(ended)} parts; committed in benchmarks/results/gpu they are done")
     return 1 if FAILED in ended.values() else 0
-
-
-def card_here() -> str | None:
-    """The kind of this machine's GPU, as `planning/rates` names it, or as the driver does; None without one."""
-    from hybridtron.device import compute_device, describe_device
-
-    if compute_device().type == "cpu":
-        return None
-    name = describe_device().partition(",")[0]
-    return next((kind for kind in GPUS if kind in name.lower()), name)
 
 
 def about(card: str, carried: str | None, rehearsed: bool) -> Row:

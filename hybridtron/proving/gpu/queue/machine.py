@@ -34,6 +34,7 @@ def machine(record: Recorder) -> None:
     for name, query in QUERIES.items():
         with record.case(name) as row:
             row["lines"] = asked(query)
+            row["own"] = str([os.getpid(), os.getppid()])  # processes, of which nvidia-smi shows others too
     with record.case("compiler") as row:
         row["key"] = compiler_key()
         row["as in the carried cache"] = row["key"] == record.modelled.get("compiler")

@@ -144,4 +144,4 @@ def gated_alone(y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
     """y silu(z): the last step of the gated norm, where every factor and weight is 1."""
     ones_BLH = torch.ones(y_BLHP.shape[:3], dtype=wide_type(y_BLHP), device=y_BLHP.device)
     z_BLHP = z_BLE.unflatten(-1, y_BLHP.shape[2:])
-    return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, ones_BLH, torch.ones_like(y_BLHP[0, 0]))).flatten(2)
+    return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, ones_BLH, y_BLHP.new_ones(y_BLHP.shape[2:]))).flatten(2)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from hybridtron.ops.conv.reference import ConvInputs, new_tail
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
-from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar, starts_of
+from hybridtron.ops.native.tensors import Tokens, address, first_part, like, readable, scalar, starts_of
 from hybridtron.ops.precision import wide_type
 
 MOST_TAPS = 32  # as in convolution.cpp
@@ -69,13 +69,14 @@ class _NativeConv(torch.autograd.Function):
         saved: tuple[Any, ...] = ctx.saved_tensors
         x_BLC, weight_WC, _, tail_BTC, _ = saved
         task, grad_y_BLC = _task(ctx.activation, *saved), readable(grads[0])
-        grad_x_BLC, grad_tail_BTC = like(x_BLC), None if tail_BTC is None else like(tail_BTC)
+        grad_x_BLC, grad_tail_BTC = like(x_BLC), None if tail_BTC is None else like(tail_BTC).zero_()
         task.grad_y, task.grad_x, task.grad_tail = map(Tokens.of, (grad_y_BLC, grad_x_BLC, grad_tail_BTC))
         parts = task.rows * token_blocks(task.length)
         of_weight = weight_WC.new_empty(parts, task.width + 1, task.channels)
         task.grad_weight = of_weight.data_ptr()
         call(f"convolution_backward_{scalar(weight_WC.dtype)}", task, threads(x_BLC.numel() / WORTH))
-        found = (grad_x_BLC, of_weight[0, :-1].t(), of_weight[0, -1], grad_tail_BTC)
+        of_weight_WC = first_part(of_weight)
+        found = (grad_x_BLC, of_weight_WC[:-1].t(), of_weight_WC[-1], grad_tail_BTC)
         return *(None if k is None or g is None else g.to(k) for g, k in zip(found, ctx.kinds, strict=True)), None, None
 
 

@@ -64,7 +64,7 @@ CHUNK = 64  # tokens of a triangular system; backward keeps one state per chunk
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     """Products over whole chunks, which backward computes again instead of keeping what is between them."""
-    if inputs.v_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do
+    if inputs.v_BLHP.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
         return delta_scan(inputs)
     q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, _, documents_BL = inputs
     row = DeltaRow(v_BLHP, q_BLHN, k_BLHN, beta_BLH, g_BLHG, document_starts(documents_BL))

@@ -50,7 +50,7 @@ def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
         written_BHP = beta[:, t].unsqueeze(2) * (v[:, t] - found_BHP)
         h_BHNP = h_BHNP + k[:, t].unsqueeze(3) * written_BHP.unsqueeze(2)
         outputs.append((q[:, t].unsqueeze(3) * h_BHNP).sum(2))
-    return torch.stack(outputs, dim=1).to(inputs.v_BLHP.dtype), h_BHNP
+    return (torch.stack(outputs, dim=1) if outputs else v).to(inputs.v_BLHP.dtype), h_BHNP
 
 
 def initial_state(inputs: DeltaInputs) -> Tensor:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.gated_norm.reference import GatedNormInputs, GatedScaleInputs, GatedSquaresInputs
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
-from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar
+from hybridtron.ops.native.tensors import Tokens, address, first_part, like, readable, scalar
 from hybridtron.ops.precision import wide_type
 
 WORTH = 2**16  # inputs that are worth a thread
@@ -73,7 +73,7 @@ class _NativeGatedNorm(torch.autograd.Function):
         of_weight = weight.new_empty(token_blocks(task.rows * task.length), *weight.shape)
         task.weight, task.grad_weight, task.eps = address(weight), address(of_weight), ctx.eps
         _run("norm_backward", task, y)
-        found = (grad_y.flatten(2), grad_z.flatten(2), of_weight[0])
+        found = (grad_y.flatten(2), grad_z.flatten(2), first_part(of_weight))
         return *(g.to(t.dtype) for g, t in zip(found, saved, strict=True)), None, None
 
 
@@ -123,7 +123,7 @@ class _NativeScale(torch.autograd.Function):
         of_weight = weight.new_empty(token_blocks(task.rows * task.length), *weight.shape)
         task.scaled, task.weight, task.grad_weight = 1, address(weight), address(of_weight)
         _run("backward", task, y)
-        found = (grad_y, grad_z, grad_scale, of_weight[0])
+        found = (grad_y, grad_z, grad_scale, first_part(of_weight))
         return tuple(g.to(t.dtype) for g, t in zip(found, saved, strict=True))
 
 

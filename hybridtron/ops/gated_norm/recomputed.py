@@ -78,8 +78,8 @@ class _GatedScale(torch.autograd.Function):
 def _chunks(y_BLHP: Tensor) -> list[slice]:
     """On a CPU as many tokens at a time as fit into the cache; a GPU takes all."""
     length = y_BLHP.shape[1]
-    step = CHUNK if y_BLHP.device.type == "cpu" else length
-    return [slice(start, start + step) for start in range(0, length, step)]
+    step = CHUNK if y_BLHP.device.type == "cpu" else max(1, length)
+    return [slice(start, start + step) for start in range(0, max(1, length), step)]
 
 
 def _empty_like(x: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ SUB = 16  # tokens of a block, whose pairs have exponents of their own
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
     """Matrix products over whole chunks, which backward computes again instead of keeping what is between them."""
-    if inputs.v_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do
+    if inputs.v_BLHP.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
         return gla_scan(inputs)
     row = GLARow(inputs.v_BLHP, *inputs[:2], inputs.g_BLHN, document_starts(inputs.documents_BL))
     with torch.autocast(inputs.v_BLHP.device.type, enabled=False):  # the products stay in fp32

@@ -44,7 +44,7 @@ def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
             h_BHNP = h_BHNP.masked_fill(starts_BL[:, t, None, None, None], 0)
         h_BHNP = g[:, t].exp().unsqueeze(3) * h_BHNP + k[:, t].unsqueeze(3) * v[:, t].unsqueeze(2)
         outputs.append((q[:, t].unsqueeze(3) * h_BHNP).sum(2))
-    return torch.stack(outputs, dim=1).to(inputs.v_BLHP.dtype), h_BHNP
+    return (torch.stack(outputs, dim=1) if outputs else v).to(inputs.v_BLHP.dtype), h_BHNP
 
 
 def initial_state(inputs: GLAInputs) -> Tensor:

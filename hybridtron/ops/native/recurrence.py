@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.native.library import call, constant, threads
-from hybridtron.ops.native.tensors import LOG2E, Tokens, address, like, readable, scalar, starts_of
+from hybridtron.ops.native.tensors import LOG2E, Tokens, address, first_part, like, readable, scalar, starts_of
 
 
 class NativeRow(Protocol):
@@ -80,7 +80,7 @@ class _NativeRecurrence(torch.autograd.Function):
         for name, grad in grads.items():
             setattr(task, f"grad_{_short(name)}", _seen(name, grad))
         _call_backward(row, task, grad_state)
-        found = [grad if grad is None or _by_token(name) else grad[0] for name, grad in grads.items()]
+        found = [grad if grad is None or _by_token(name) else first_part(grad) for name, grad in grads.items()]
         typed = (
             None if grad is None else grad.to(kind) for grad, kind in zip((*found, grad_state), ctx.kinds, strict=True)
         )

@@ -64,6 +64,11 @@ def starts_of(documents_BL: Tensor | None) -> Tensor | None:
     return None if starts_BL is None else starts_BL.contiguous()
 
 
+def first_part(parts: Tensor) -> Tensor:
+    """The part that all others were added to; zeros where there was nothing to add up."""
+    return parts[0] if len(parts) else parts.new_zeros(parts.shape[1:])
+
+
 def scalar(dtype: torch.dtype) -> str:
     """The ending of a function's name, by the type that it computes in."""
     return "double" if dtype == torch.float64 else "float"

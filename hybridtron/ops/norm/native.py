@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation, left_to_torch_compile, untraced
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
-from hybridtron.ops.native.tensors import KINDS, Tokens, address, as_rows, like, scalar
+from hybridtron.ops.native.tensors import KINDS, Tokens, address, as_rows, first_part, like, scalar
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 from hybridtron.ops.precision import narrower, wide_type
 
@@ -121,7 +121,7 @@ def _backward(x: Tensor, weight: Tensor, eps: float, grad_y: Tensor, grad_sum: T
     of_weight = wide.new_empty(token_blocks(task.rows * task.length), task.channels)
     task.grad_weight = of_weight.data_ptr()
     call(f"norm_backward_{scalar(wide.dtype)}", task, threads(x.numel() / WORTH))
-    return grad_x.reshape(x.shape), of_weight[0].to(weight.dtype)
+    return grad_x.reshape(x.shape), first_part(of_weight).to(weight.dtype)
 
 
 def _task(x: Tensor, weight: Tensor, eps: float) -> NormTask:

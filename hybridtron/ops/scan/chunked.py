@@ -39,7 +39,7 @@ CHUNK = 64  # tokens whose states exist at the same time; backward keeps one sta
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """Few operations on the states of a whole chunk, which backward computes again instead of keeping them."""
-    if inputs.x_BLE.shape[1] == 1:  # decoding: one step of the loop is all there is to do
+    if inputs.x_BLE.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
         return selective_scan(inputs)
     x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, dt_bias_E, z_BLE, _, documents_BL = inputs
     A_NE, starts_BL = A_EN.t().contiguous(), document_starts(documents_BL)

@@ -52,7 +52,7 @@ def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
             h_BEN = h_BEN.masked_fill(starts_BL[:, t, None, None], 0)
         h_BEN = decay_BEN * h_BEN + (delta[:, t] * x[:, t])[:, :, None] * B[:, t, None, :]
         outputs.append((h_BEN * C[:, t, None, :]).sum(-1) + inputs.D_E * x[:, t])
-    y_BLE = torch.stack(outputs, dim=1)
+    y_BLE = torch.stack(outputs, dim=1) if outputs else x
     if inputs.z_BLE is not None:
         y_BLE = y_BLE * F.silu(inputs.z_BLE.to(wide))
     return y_BLE.to(inputs.x_BLE.dtype), h_BEN

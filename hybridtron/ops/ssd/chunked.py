@@ -31,7 +31,7 @@ CHUNK = 128  # tokens that see each other through a matrix; backward keeps one s
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """Matrix products over whole chunks, which backward computes again instead of keeping what is between them."""
-    if inputs.x_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do
+    if inputs.x_BLHP.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
         return ssd_scan(inputs)
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     row = SSDChunkedRow(x_BLHP, dt_BLH, B_BLGN, C_BLGN, A_H, D_H, dt_bias_H, document_starts(documents_BL))
@@ -41,7 +41,7 @@ def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 @untraced
 def chunked_decay(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     """The same of tokens that bring their decays and steps."""
-    if inputs.v_BLHP.shape[1] == 1:
+    if inputs.v_BLHP.shape[1] <= 1:
         return decay_scan(inputs)
     q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, skip_BLH = inputs
     row = DecayChunkedRow(v_BLHP, g_BLH, k_BLGN, q_BLGN, step_BLH, skip_BLH, document_starts(documents_BL))

@@ -88,7 +88,7 @@ def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
             h_BHPN = h_BHPN.masked_fill(starts_BL[:, t, None, None, None], 0)
         h_BHPN = decay_BLH[:, t, :, None, None] * h_BHPN + v_BLHP[:, t].unsqueeze(3) * k[:, t].unsqueeze(2)
         outputs.append((h_BHPN * q[:, t].unsqueeze(2)).sum(-1))
-    return inputs.skipped(torch.stack(outputs, dim=1)).to(kind), h_BHPN
+    return inputs.skipped(torch.stack(outputs, dim=1) if outputs else v_BLHP).to(kind), h_BHPN
 
 
 def initial_state(x_BLHP: Tensor, B_BLGN: Tensor, state_BHPN: Tensor | None) -> Tensor:

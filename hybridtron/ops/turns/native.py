@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
-from hybridtron.ops.native.tensors import Tokens, address, readable, scalar, starts_of
+from hybridtron.ops.native.tensors import Tokens, address, first_part, readable, scalar, starts_of
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.turns.reference import AngleInputs, TurnInputs
 
@@ -119,7 +119,7 @@ class _NativeTurn(torch.autograd.Function):
             task.grad_angles, task.add, task.grad_bias = Tokens.of(of_angles_BLHS), bool(of_tokens), of_bias.data_ptr()
             call(f"turns_backward_{scalar(of_bias.dtype)}", task, threads(y_BLHN.numel() / WORTH))
             of_tokens.append(of_x_BLGN)
-            of_biases.append(of_bias[0])
+            of_biases.append(first_part(of_bias))
         found = (*of_tokens, *of_biases, of_angles_BLHS)
         return tuple(grad.to(kind) for grad, kind in zip(found, ctx.kinds, strict=True))
 

@@ -104,6 +104,14 @@ def test_bash_and_shellcheck_have_nothing_against_it(name: str, tmp_path: Path) 
     assert found.returncode == 0, found.stdout
 
 
+def test_each_attempt_draws_a_port_below_those_of_connections() -> None:
+    (line,) = [one for one in steps("job.sh").splitlines() if one.startswith("MASTER_PORT=")]
+    command = ["bash", "-c", f"{line}\necho $MASTER_PORT"]
+    ports = [int(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(20)]
+    assert len({*ports}) > 1
+    assert all(20000 <= port < 32768 for port in ports)
+
+
 def test_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
     """The whole script runs, with stand-ins for SLURM's programs; one for python says what it was given."""
     python = tmp_path / "my 'python'"

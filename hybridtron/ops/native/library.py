@@ -147,7 +147,15 @@ def processors() -> int:
 
 @functools.cache
 def _allowed() -> int:
-    return quota(Path("/sys/fs/cgroup"))
+    own = Path("/proc/self/cgroup")
+    return min(map(quota, cgroups(Path("/sys/fs/cgroup"), own.read_text() if own.exists() else "")))
+
+
+def cgroups(root: Path, own: str) -> list[Path]:
+    """The folders whose limits hold for a process, by its /proc/self/cgroup: of a container the root alone is seen."""
+    below = next((line.removeprefix("0::/") for line in own.splitlines() if line.startswith("0::/")), "")
+    folder = root / below
+    return [root, *(one for one in (folder, *folder.parents) if root in one.parents and ".." not in one.parts)]
 
 
 def quota(root: Path) -> int:

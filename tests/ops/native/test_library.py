@@ -318,6 +318,15 @@ def test_a_cgroup_limits_the_threads(files: dict[str, str], processors: int, tmp
     assert quota(tmp_path) == processors
 
 
+def test_the_limits_of_all_cgroups_around_a_process() -> None:
+    root = Path("/sys/fs/cgroup")
+    assert owner.cgroups(root, "") == [root]
+    assert {*owner.cgroups(root, "0::/\n")} == {root}
+    system = [root, root / "user.slice/job/step", root / "user.slice/job", root / "user.slice"]
+    assert owner.cgroups(root, "1:name=systemd:/a\n0::/user.slice/job/step\n") == system
+    assert owner.cgroups(root, "0::/../elsewhere\n") == [root]
+
+
 def test_it_is_compiled_by_as_many_threads_as_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "_allowed", lambda: sys.maxsize)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)

@@ -14,6 +14,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -117,3 +118,13 @@ def demand(*extras: str) -> None:
     if (fault := missing(*extras)) is not None:
         print(fault, file=sys.stderr)
         sys.exit(2)
+
+
+def hide_known_warnings() -> None:
+    """Hide that megatron-core finds no Transformer Engine and no Apex, and what it uses of torch that is renamed.
+
+    The start-up table reports the first. Only programs do so, and processes that they start: importing the package
+    leaves the importer's filters as they are.
+    """
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -10,12 +10,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import warnings
 
 from hybridtron import __version__
 from hybridtron.cli import lean_imports
 from hybridtron.problems import Unusable, did_you_mean
-from hybridtron.requirements import demand
+from hybridtron.requirements import demand, hide_known_warnings
 
 COMMANDS = {
     "train": ("train:program", "train a model, or resume a run"),
@@ -55,15 +54,6 @@ def program() -> int:
     return main(sys.argv[1:])
 
 
-def quiet() -> None:
-    """Hide what megatron-core warns of at import (no Transformer Engine, no Apex): the start-up table reports that.
-
-    Only a program does so. Importing the package leaves the importer's filters as they are.
-    """
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-
-
 def sleeping_threads() -> None:
     """Let torch's threads sleep between its operations, unless the user says otherwise.
 
@@ -83,7 +73,7 @@ def main(arguments: list[str]) -> int:
     name = " ".join(words)
     if name not in COMMANDS:
         return no_command(family, words[-1] if words and words != [family] else None)
-    quiet()
+    hide_known_warnings()
     sleeping_threads()
     lean_imports.install()
     if name == "train":  # the others need only a part: inspect and submit run where there is no torch

@@ -73,7 +73,9 @@ class Pool:
     def __init__(self, gpus: Sequence[str] = ()) -> None:
         self.gpus = gpus
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["hybridtron.parallel.pool", "hybridtron.engine.engine"])
+        self._context.set_forkserver_preload(
+            ["hybridtron.parallel.quiet", "hybridtron.parallel.pool", "hybridtron.engine.engine"]
+        )
         self._workers: list[_Worker] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,20 @@ def test_each_process_sees_its_own_gpu_or_none(monkeypatch: pytest.MonkeyPatch) 
     assert run_distributed(seen_gpus, 2) == ["", ""]
     monkeypatch.setattr(pool(), "gpus", ["6", "GPU-2"])
     assert run_distributed(seen_gpus, 2) == ["6", "GPU-2"]
+
+
+def heard(seat: Seat) -> list[str]:
+    """Which warnings reach a reader, of those that megatron-core, torch and others give."""
+    known = (
+        (UserWarning, "megatron.core.optimizer"),
+        (FutureWarning, "torch.distributed.c10d_logger"),
+        (UserWarning, "torch.nn"),
+    )
+    with warnings.catch_warnings(record=True) as seen:
+        for category, module in known:
+            warnings.warn_explicit(f"of {module}", category, "file", 1, module)
+    return [str(one.message) for one in seen]
+
+
+def test_known_warnings_are_hidden_in_processes_of_ours() -> None:
+    assert run_distributed(heard, 1) == [["of torch.nn"]]

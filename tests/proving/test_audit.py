@@ -111,6 +111,8 @@ def test_a_run_that_fails_exits_with_1_and_says_why(
         (["--layouts", "tp3"], "did you mean tp4"),
         (["--fake-bug", "tied_gradiant"], "did you mean tied_gradient"),
         (["--cases", "samb"], "did you mean samba"),
+        (["--cases", "samba", "parallel.tensor=2"], "`--cases samba --layouts NAME` with tp2, "),
+        (["--cases", "samba", "--data", "2"], "or leave --cases, and `--data 2` is audited on a recipe"),
         (["model.pattern=M-", "--layouts", "pp4"], "parallel.pipeline"),
         (["model.layers.-.hidden=511", "parallel.tensor=2"], "hidden is 511"),
     ],

@@ -47,6 +47,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     if bug is not None:
         _known("--fake-bug", [bug], list(BUGS))
     if arguments.cases is not None:
+        _require_no_settings(arguments)
         names = _chosen("--cases", arguments.cases, list(ARCHITECTURES))
         chosen = _chosen("--layouts", layouts or "all", list(LAYOUTS))
         return [case for case in table() if case.name in names and case.layout in chosen]
@@ -58,6 +59,15 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
         return [fitting(config, _described(config.parallel, arguments.data), arguments.data)]
     names = _chosen("--layouts", layouts or "all", list(LAYOUTS))
     return list(in_layouts(config, names, skip=layouts in (None, "all")))
+
+
+def _require_no_settings(arguments: argparse.Namespace) -> None:
+    """ConfigError where a layout is set beside architectures of the table, which are audited in its own layouts."""
+    given = [*arguments.settings, *([f"--data {arguments.data}"] if arguments.data > 1 else [])]
+    if given:
+        layouts = f"`--cases {arguments.cases} --layouts NAME` with {', '.join(LAYOUTS)}"
+        cure = f"choose some of them by {layouts}; or leave --cases, and `{' '.join(given)}` is audited on a recipe"
+        raise ConfigError([Problem(" ".join(given), f"has no effect on --cases, which has layouts of its own: {cure}")])
 
 
 def on_gpus(cases: Sequence[Case], gpus: int) -> Iterator[Case]:

@@ -37,7 +37,8 @@ A language model of {readable(parameters)} parameters.
 {_training(config)}
 - license: none is stated
 - {SHARED_PAD if special.shared else "padding has a token of its own" if special.pad is not None else "no pad token"}
-- {_versions()}
+- rows are padded on the left to generate, as tokenizer_config.json says
+{_begin(special)}- {_versions()}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,6 +61,12 @@ def _phase(phase: ResolvedPhase) -> str:
     folder = data.path.rstrip("/").rpartition("/")[2]
     own = "the texts that Python itself brings" if data.source is Source.embedded else folder
     return f"`{settings.name}`, {settings.tokens} tokens in rows of {settings.seq_len}, of {named or own}"
+
+
+def _begin(special: SpecialTokens) -> str:
+    if special.eos is None:
+        return ""
+    return f"- texts begin without a token of their own: bos_token_id is that of eos, {special.eos}\n"
 
 
 def _versions() -> str:

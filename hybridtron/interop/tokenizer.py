@@ -1,6 +1,8 @@
 """The tokenizer of an exported folder: the run's own, with a pad token where the model has an id to spare.
 
 Padding with eos works, but who fine-tunes with it masks eos together with the padding, and the model forgets to stop.
+bos is eos: documents are prepared without a token at their start, and what stands before one in a row is the eos of the
+document before. A bos that the tokenizer has beside it has never been seen by the model.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ def write_tokenizer(
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": length,
+        "padding_side": "left",  # rows of unequal length continue at their last token
     }
     special = SpecialTokens(eos, eos)
     if is_readable(stored):

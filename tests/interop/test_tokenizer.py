@@ -41,6 +41,10 @@ def test_a_free_id_becomes_the_pad_token(tmp_path: Path) -> None:
     assert Tokenizer.from_str(stored.decode()).token_to_id(PAD) == 8
     assert difference(tokenizer(), stored) is None
     assert config["model_input_names"] == ["input_ids", "attention_mask"]
+    assert config["padding_side"] == "left"
+    assert "padded on the left" in (said := card(load([]), Llama(), special))
+    assert "bos_token_id is that of eos, 3" in said
+    assert "bos" not in card(load([]), Llama(), SpecialTokens(None, None))
 
 
 def test_one_that_is_there_is_taken(tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ def test_code_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == ["--binary", "--dump-resource-usage", "--dump-resource-usage"]
     assert kernel_compiled.read(HOPPER, [b, a]) == [second, first]
     assert len(calls) == 3
+    for damage in (b"", bytes(100), b'{"registers": 32'):  # by a full disk or a lost node
+        for kept in (tmp_path / "hybridtron" / "kernels").iterdir():
+            kept.write_bytes(damage)
+        assert kernel_compiled.read(HOPPER, [a, b]) == [first, second]
+    assert len(calls) == 12
     assert first == again
     assert first.executed([10]) == Counter({"MOV": 1, "FFMA": 10, "BRA": 10, "EXIT": 1})
     assert (second.warps, second.shared, len(second.instructions)) == (8, 0, 7)

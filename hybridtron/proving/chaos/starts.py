@@ -20,8 +20,10 @@ TORCHRUN += ("-m", "hybridtron", "train")
 
 
 def started(run: Run) -> subprocess.Popen[bytes]:
-    """The run as torchrun starts it."""
-    return run.start("torchrun.log", TORCHRUN, {}, own_group=False)
+    """The run as torchrun starts it, whose own store listens everywhere."""
+    from hybridtron.parallel.rendezvous import LOOPBACK  # imports torch, which --help does without
+
+    return run.start("torchrun.log", TORCHRUN, {"GLOO_SOCKET_IFNAME": LOOPBACK}, own_group=False)
 
 
 def wait_until(run: Run, torchrun: subprocess.Popen[bytes], steps: int) -> None:

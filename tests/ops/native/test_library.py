@@ -105,6 +105,7 @@ def test_a_damaged_library_is_made_again(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a minute of compiling, and many on a busy machine
 def test_the_whole_library_cut_short(tmp_path: Path) -> None:
     """By a process of its own, which would end by SIGBUS; it compiles all of it, as a user's next start does."""
     assert owner.missing() is None

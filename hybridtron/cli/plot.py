@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hybridtron.config.units import readable
 from hybridtron.evaluate.pictures import picture
 from hybridtron.problems import Unusable
 from hybridtron.requirements import demand
 from hybridtron.train.records import read_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DASHES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D")
 
 
 def main(arguments: list[str]) -> int:
@@ -28,19 +36,48 @@ def main(arguments: list[str]) -> int:
     if not lines:
         raise Unusable(f"{metrics} holds no step yet")
     output = chosen.output or chosen.run / "loss.png"
-    draw(lines, output)
+    draw(chosen.run.resolve().name, lines, output)
     print(output)
     return 0
 
 
-def draw(lines: list[dict], output: Path) -> None:
-    """Write the picture: tokens to the right, loss in nats per token upwards."""
+def draw(name: str, lines: list[dict], output: Path) -> None:
+    """Write the picture: tokens to the right, loss in nats per token upwards, a dotted line where a phase begins."""
     with picture(output) as axes:
-        axes.plot([line["tokens"] for line in lines], [line["loss"] for line in lines], linewidth=0.8, label="training")
-        evaluated = [line for line in lines if "validation" in line]
-        for length in evaluated[-1]["validation"] if evaluated else ():
-            with_length = [line for line in evaluated if length in line["validation"]]
-            points = [(line["tokens"], line["validation"][length]) for line in with_length]
-            label = f"held out, {length} length"
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.8, label=label)
-        axes.set(xlabel="tokens", ylabel="cross entropy (nats per token)")
+        tokens = [line["tokens"] for line in lines]
+        axes.plot(tokens, [line["loss"] for line in lines], linewidth=0.8, color="0.6", label="training")
+        draw_held_out(axes, [line for line in lines if "validation" in line])
+        if len(begins := phase_begins(lines)) > 1:
+            for phase, begin in begins.items():
+                axes.axvline(begin, color="black", linestyle=":", linewidth=0.8)
+                place = axes.get_xaxis_transform()  # tokens to the right, shares of the picture upwards
+                axes.text(begin, 0.98, f" {phase}", transform=place, rotation=90, va="top", fontsize="small")
+        axes.set(title=name, xlabel="tokens", ylabel="cross entropy (nats per token)")
+        axes.xaxis.set_major_formatter(lambda amount, _: readable(amount))
+
+
+def draw_held_out(axes: Axes, evaluated: list[dict]) -> None:
+    """A curve for each length; they often lie on each other, so that each has its dashes and a larger ring below."""
+    lengths = list(dict.fromkeys(length for line in evaluated for length in line["validation"]))
+    for place, length in enumerate(lengths):
+        points = [(line["tokens"], line["validation"][length]) for line in evaluated if length in line["validation"]]
+        axes.plot(
+            *zip(*points, strict=True),
+            linestyle=DASHES[place % len(DASHES)],
+            linewidth=1.2,
+            marker=MARKERS[place % len(MARKERS)],
+            markersize=4 + 2.5 * (len(lengths) - place - 1),
+            markerfacecolor="none",
+            label=f"held out, {length} length",
+        )
+
+
+def phase_begins(lines: list[dict]) -> dict[str, int]:
+    """The tokens that were read before each phase, by its name."""
+    begins: dict[str, int] = {}
+    before = 0
+    for line in lines:
+        if "phase" in line:
+            begins.setdefault(line["phase"], before)
+        before = line["tokens"]
+    return begins

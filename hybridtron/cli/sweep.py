@@ -17,6 +17,7 @@ import argparse
 import json
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +36,10 @@ from hybridtron.sweep.grid import SEED, Sweep, narrowed, read
 from hybridtron.train.outcome import clock
 from hybridtron.train.records import write_whole
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TIMES = 3  # from the smallest to the largest value, for a logarithmic axis
 INTERRUPTED = 75
 
 
@@ -171,10 +176,21 @@ def draw(sweep: Sweep, shown: Sequence[results.Point], output: Path) -> None:
             axes.errorbar(
                 places, [value.mean for value in values], errors, marker="o", capsize=3, label=label or metric
             )
-        axes.set(xlabel=along or "", ylabel=metric)
-        if along is None:
+        axes.set(title=output.parent.name, xlabel=along or "", ylabel=metric)
+        if along is not None:
+            set_places(axes, {point.values[along]: float(point.values[along]) for point in shown})
+        else:
             names = [" ".join([point.variant, *point.values.values()]).strip() for point in shown]
             axes.set_xticks(range(len(shown)), names, rotation=30, ha="right")
+
+
+def set_places(axes: Axes, places: dict[str, float]) -> None:
+    """Name the values that were tried; logarithmic where they are some times each other, as learning rates are."""
+    least, most = min(places.values()), max(places.values())
+    if least > 0 and most >= TIMES * least:
+        axes.set_xscale("log")
+    axes.set_xticks(list(places.values()), list(places))
+    axes.minorticks_off()
 
 
 def _curves(shown: Sequence[results.Point], along: str | None) -> dict[str, list[results.Point]]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from hybridtron.cli import plot
 from hybridtron.cli.main import main
+from hybridtron.cli.sweep import set_places
 
 
 def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
@@ -17,9 +23,52 @@ def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_it_says_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A title, tokens in thousands, where each phase begins, and curves on each other that differ."""
+    kept = []
+
+    @contextmanager
+    def picture(output: Path) -> Iterator[Axes]:
+        axes = Figure().subplots()
+        yield axes
+        kept.append(axes)
+
+    monkeypatch.setattr(plot, "picture", picture)
+    validation = {"1x": 6.0, "2x": 6.0, "4x": 6.0}
+    lines = [
+        {"phase": phase, "tokens": 1000 * step, "loss": 7.0, **({"validation": validation} if step % 2 else {})}
+        for step, phase in enumerate(["short", "short", "long", "long", "chat"], 1)
+    ]
+    plot.draw("my run", lines, tmp_path / "loss.png")
+    (axes,) = kept
+    assert axes.get_title() == "my run"
+    assert [(text.get_text().strip(), text.get_position()[0]) for text in axes.texts] == [
+        ("short", 0),
+        ("long", 2000),
+        ("chat", 4000),
+    ]
+    axes.figure.canvas.draw()
+    assert "2K" in [label.get_text() for label in axes.get_xticklabels()]
+    held_out = [line for line in axes.lines if str(line.get_label()).startswith("held out")]
+    assert len({(line.get_linestyle(), line.get_marker(), line.get_markersize()) for line in held_out}) == 3
+    assert all(line.get_markerfacecolor() == "none" for line in held_out)
+    plot.draw("one phase", lines[:2], tmp_path / "loss.png")
+    assert not kept[1].texts
+
+
 @pytest.mark.parametrize("content", [None, ""], ids=["no run", "no step yet"])
 def test_nothing_to_draw(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     assert main(["plot", str(tmp_path)]) == 2
     assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"), [(["1e-4", "1e-3", "3e-3"], "log"), (["2", "3"], "linear"), (["0", "9"], "linear")]
+)
+def test_learning_rates_of_a_sweep_are_on_a_logarithmic_axis(values: list[str], scale: str) -> None:
+    axes = Figure().subplots()
+    set_places(axes, {value: float(value) for value in values})
+    assert axes.get_xscale() == scale
+    assert [label.get_text() for label in axes.get_xticklabels()] == values

@@ -31,6 +31,7 @@ from hybridtron.cli import lean_imports
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
+from hybridtron.config.weights import lacking_weights
 from hybridtron.data.check_vocabulary import vocabulary_warnings
 from hybridtron.data.problems import data_problems
 from hybridtron.problems import ConfigError
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> int:
             if problems := data_problems(config):
                 raise ConfigError(problems)
             return 0
-        if problems := check(config, launched().world_size) + data_problems(config):
+        if problems := check(config, launched().world_size) + lacking_weights(config) + data_problems(config):
             raise ConfigError(problems)
         first = launched().rank == 0
         for warning in [*warnings(config), *vocabulary_warnings(config)] if first else ():

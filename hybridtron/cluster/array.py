@@ -27,6 +27,7 @@ from hybridtron.cluster.submit import copy_code, notes_of, under_way
 from hybridtron.cluster.variables import wanted_variables
 from hybridtron.config.load import carried
 from hybridtron.config.schema import Config
+from hybridtron.config.weights import lacking_weights
 from hybridtron.data.problems import data_problems
 from hybridtron.problems import ConfigError, Problem, Unusable
 from hybridtron.sweep.carry_out import Folder
@@ -92,7 +93,8 @@ def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Con
     """What is wrong with these, and with the data of runs whose configuration is known, before anything is queued."""
     found = [problem for run in sweep.runs for problem in password_problems(run.settings)]
     for config in configs.values():
-        found += [*data_problems(config), *device_problems(config), *resume_problems(config.run.resume)]
+        found += [*lacking_weights(config), *data_problems(config)]
+        found += [*device_problems(config), *resume_problems(config.run.resume)]
     for array in arrays:
         found += [*cluster_problems(array.job.cluster), *job_problems(array.job)]
     if (silence := scheduler.silence()) is not None:

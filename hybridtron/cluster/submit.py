@@ -45,6 +45,7 @@ from hybridtron.config.load import carried, choices_of, load, to_yaml
 from hybridtron.config.outside import OutsideFile, copy_into, own_folder
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
+from hybridtron.config.weights import lacking_weights
 from hybridtron.data.problems import data_problems
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.requirements import PROJECT
@@ -94,6 +95,7 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     config.run.dir = str(Path(config.run.dir).absolute())
     job = job_of(config, kept, nodes)
     found += check(config, nodes * config.cluster.processes)
+    found += lacking_weights(config)
     found += [] if dry_run else data_problems(config)  # a dry run may happen where the data is not
     found += [*cluster_problems(config.cluster), *device_problems(config), *resume_problems(config.run.resume)]
     found += job_problems(job)

@@ -219,6 +219,8 @@ class RunConfig:
     # whose weights a new run starts from: a checkpoint, or a run's folder for the newest, RUN@best for the lowest
     # held-out loss
     weights: str | None = None
+    # what a recipe is made to continue, in words: train and submit refuse it without run.weights; null: nothing
+    tunes: str | None = None
     compile: bool = False  # compile the model with torch.compile
     log_every: Annotated[int, at_least(1)] = 10  # steps between log lines where there is no terminal
     eval_every: Annotated[str, INTERVAL] = "1000"  # steps, or tokens with a unit

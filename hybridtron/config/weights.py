@@ -46,13 +46,28 @@ def settle(config: DictConfig) -> None:
     """
     if config.run.weights is None:
         if any("${weights:" in text for _, text in references(config)):
-            raise ConfigError([Problem(KEY, f"must be set, as the recipe starts from a checkpoint: to {WHAT}")])
+            raise ConfigError([_needed(config.run.tunes)])
         return
     saved = _saved(config.run.weights)
     for section, name in FREE_FORM:
         if OmegaConf.is_interpolation(config[section], name):
             config[section][name] = {}
             OmegaConf.update(config, f"{section}.{name}", saved[section][name], force_add=True)
+
+
+def lacking_weights(config: Config) -> list[Problem]:
+    """A recipe that continues what is trained does not start from random weights without a word."""
+    run = config.run
+    if run.tunes is None or run.weights is not None:
+        return []
+    needed = _needed(run.tunes)
+    return [Problem(KEY, f"{needed.message}. run.tunes=null trains new weights in their place")]
+
+
+def _needed(tunes: str | None) -> Problem:
+    whose = "a checkpoint" if tunes is None else tunes
+    cure = f"to {WHAT}; hybridtron import makes a checkpoint of a Hugging Face folder"
+    return Problem(KEY, f"must be set, as the recipe starts from {whose}: {cure}")
 
 
 def folder_of(named: str) -> str:

@@ -127,7 +127,9 @@ def sources_of(phase: ResolvedPhase) -> list[Epochs]:
 def changes_of(phase: ResolvedPhase) -> Iterator[str]:
     """In words, what a phase begins with and what is other than in the phase before."""
     settings, run = phase.settings, phase.config.run
-    if phase.before is None:
+    if phase.before is None and run.weights is None and run.tunes is not None:
+        yield f"starts from run.weights, which is not set: {run.tunes}"
+    elif phase.before is None:
         yield f"starts from {f'the weights of {run.weights}' if run.weights else 'new weights'}"
     elif settings.init_from is not None:
         yield f"starts from the weights of {settings.init_from}, without moments"

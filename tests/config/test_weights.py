@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.cli.main import main
 from hybridtron.config.check import check
 from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, Order, StateMode
+from hybridtron.config.weights import lacking_weights
 from hybridtron.problems import ConfigError
 from hybridtron.sweep.grid import read
 
@@ -95,6 +97,45 @@ def test_data_of_the_last_phase(tmp_path: Path) -> None:
     config = load(["recipe=length/fitted", f"run.weights={tmp_path}", "data.mixture.b={weight: 1}"])
     assert config.data.path == "/data/last"
     assert {name: entry.weight for name, entry in config.data.mixture.items()} == {"a": 2, "b": 1}
+
+
+TUNING = {
+    "llama_7b_span", "llama3_1.6b_span", "mamba2_hybrid_2.7b_span", "zamba2_1.2b_span", "hax_mamba_130m",
+    "hax_mamba_130m_3072", "hax_mamba_130m_chat", "hax_mamba_laptop_continual", "hax_mamba_laptop_needles",
+}  # fmt: skip
+
+
+def test_recipes_that_tune_say_so() -> None:
+    """Those whose first phase has adapters, or a rate and steps that are of weights that were trained."""
+    configs = {name: load([f"recipe={name}"]) for name in choices_of("recipe") if not name.startswith("length/")}
+    assert {name for name, config in configs.items() if config.run.tunes is not None} == TUNING
+    frozen = {name for name, config in configs.items() if resolve(config)[0].model.adapters is not None}
+    assert frozen < TUNING
+    for name, config in configs.items():
+        assert [problem.key for problem in lacking_weights(config)] == ["run.weights"] * (name in TUNING)
+
+
+def test_recipes_that_tune_are_refused_without_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = "recipe=hax_mamba_laptop_continual"
+    for command in (["train", recipe], ["submit", recipe, "--dry-run"]):
+        assert main(command) == 2
+        reported = capsys.readouterr().err
+        assert "run.weights  must be set, as the recipe starts from a run of hax_mamba_laptop (" in reported
+        assert "hybridtron import makes a checkpoint of a Hugging Face folder. run.tunes=null trains new" in reported
+    assert list(tmp_path.iterdir()) == []
+    for command in (["train", recipe, "run.plan=true"], ["inspect", recipe]):
+        assert main(command) == 0
+    output = capsys.readouterr().out
+    assert "starts from run.weights, which is not set: a run of hax_mamba_laptop" in output
+    assert "starts from new weights" not in output
+    assert lacking_weights(load([recipe, "run.tunes=null"])) == []
+    with pytest.raises(
+        ConfigError, match=r"run\.weights  must be set, as the recipe starts from any checkpoint: to a run"
+    ):
+        load(["recipe=length/zero"])
 
 
 def test_what_is_written_down_is_complete(base: Path) -> None:

@@ -212,8 +212,11 @@ def last_step(config: Config) -> int:
 
 
 def phase_ending_at(phases: Sequence[ResolvedPhase], step: int) -> ResolvedPhase:
-    """The phase that a step of the run belongs to; step 0, at which nothing is trained, belongs to the first."""
-    return next(phase for phase in phases if step <= phase.end_step)
+    """The phase that a step of the run belongs to; step 0, at which nothing is trained, belongs to the first.
+
+    One beyond the end, of a run that was longer, belongs to the last.
+    """
+    return next((phase for phase in phases if step <= phase.end_step), phases[-1])
 
 
 def phase_continuing_at(phases: Sequence[ResolvedPhase], step: int) -> ResolvedPhase:

@@ -18,8 +18,8 @@ from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
 from hybridtron.train.after_phase import AfterPhase, Evaluation
 from hybridtron.train.failures import Failures
+from hybridtron.train.finished import check_unchanged, report_finished
 from hybridtron.train.logs import RunLog
-from hybridtron.train.outcome import record_exports
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import ExportsFailed, open_run_folder, unfinished
 from hybridtron.train.start import (
@@ -52,6 +52,7 @@ def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluat
             if start is not None:
                 check_same_model(start, config)
             if start is not None and start.meta.step >= last_step(config):
+                check_unchanged(start, config)
                 if groups.is_first:
                     report_finished(start, config, after_phase)
                 return
@@ -96,17 +97,3 @@ def open_folder(start: Checkpoint | None, given: Checkpoint | None, config: Conf
     open_run_folder(config)
     if config.run.resume != "auto":
         archive_superseded(start, config)
-
-
-def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) -> None:
-    """Nothing is left to train; what is left to export is exported first."""
-    after_phase.run(start.meta.step)
-    LOG.info(
-        f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
-        "nothing left to do.\n"
-        f"To train further raise phases or run.max_steps; to start from scratch set run.dir=FOLDER, "
-        f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
-    )
-    record_exports(Path(config.run.dir), after_phase.failed)
-    if after_phase.failed:
-        raise ExportsFailed(after_phase.failed)

@@ -105,6 +105,36 @@ def test_a_finished_run_says_so(train_small: Train, tmp_path: Path, capsys: pyte
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+CHANGED = {
+    ("phases.0.lr=1e-4",): {"phases.0.lr": "is 0.0001, and was 0.003 when "},
+    ("run.max_steps=1",): {"run.max_steps": "is 1, and was 2 when "},
+    ("phases.0.tokens=64",): {"phases.0.tokens": "is '64', and was '1280' when "},
+    ("data.mixture={text: {weight: 1}}",): {"data.mixture.text.weight": "is 1.0, and was not set when "},
+    ("run.seed=7", "optim.clip=0.5"): {"run.seed": "is 7, and was 1234", "optim.clip": "is 0.5, and was 1.0"},
+}
+
+
+def test_other_keys_are_refused_of_a_run_that_has_finished(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing would be done with them; what only says how or where it is started may differ."""
+    assert train_small("run.max_steps=2") == 0
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "LOCK"}
+    for changed, said in CHANGED.items():
+        capsys.readouterr()
+        assert train_small("run.max_steps=2", *changed) == 2, changed
+        reported = capsys.readouterr().err
+        for key, message in said.items():
+            assert re.search(rf"^  {re.escape(key)} +{re.escape(message)}", reported, re.MULTILINE), reported
+        assert "has finished at step 2, so that nothing would be done with these keys" in reported
+        assert "run.name=NAME or run.dir=FOLDER" in reported
+    ways = ("cluster.name=other", "run.max_minutes=5", "run.timeout=99", "parallel.recompute=layer")
+    assert train_small("run.max_steps=2", *ways) == 0
+    assert "nothing left to do" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_clock_that_goes_backwards_does_no_harm(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

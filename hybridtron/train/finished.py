@@ -1,0 +1,71 @@
+"""A start of a run that has nothing left to train: what is said, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.config.load import to_plain
+from hybridtron.config.resolve import last_step, phase_ending_at, resolve
+from hybridtron.config.schema import Config
+from hybridtron.problems import ConfigError, Problem
+from hybridtron.train.after_phase import AfterPhase
+from hybridtron.train.outcome import record_exports
+from hybridtron.train.run_folder import ExportsFailed
+
+LOG = logging.getLogger(__name__)
+# Keys of how and where a run is started, which may differ each time; and exports, which are still made.
+FREE = re.compile(
+    r"(cluster|parallel)\..*|phases\.\d+\.export"
+    r"|run\.(dir|plan|resume|max_minutes|timeout|log_every|accept_data_changes|tunes)"
+)
+
+
+def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) -> None:
+    """Nothing is left to train; what is left to export is exported first."""
+    after_phase.run(start.meta.step)
+    LOG.info(
+        f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
+        "nothing left to do.\n"
+        f"To train further raise phases or run.max_steps; to start from scratch set run.dir=FOLDER, "
+        f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
+    )
+    record_exports(Path(config.run.dir), after_phase.failed)
+    if after_phase.failed:
+        raise ExportsFailed(after_phase.failed)
+
+
+def check_unchanged(start: Checkpoint, config: Config) -> None:
+    """Raise ConfigError where a run that has finished is started with other keys, which nothing would be done with."""
+    step, held = start.meta.step, dict(_leaves(to_plain(start.config)))
+    ours = dict(_leaves(to_plain(phase_ending_at(resolve(config), step).config)))
+    if last_step(config) == step:
+        ours["run.max_steps"] = held.get("run.max_steps")
+    found = [
+        Problem(key, f"is {_shown(ours, key)}, and was {_shown(held, key)} when {config.run.dir} was trained")
+        for key in {**ours, **held}
+        if ours.get(key) != held.get(key) and not FREE.fullmatch(key)
+    ]
+    if found:
+        why = f"has finished at step {step}, so that nothing would be done with these keys: leave them as they were"
+        other = "a run of its own is run.name=NAME or run.dir=FOLDER, one from scratch here run.resume=never"
+        raise ConfigError([*found, Problem("run.dir", f"{why}; {other}; phases or run.max_steps train further")])
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key below a value that holds no further ones; places of a list of sections are keys too."""
+    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+        value = {str(index): entry for index, entry in enumerate(value)}
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for name, entry in value.items():
+        yield from _leaves(entry, f"{key}.{name}" if key else str(name))
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"

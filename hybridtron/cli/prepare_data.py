@@ -15,6 +15,7 @@ failed, 2 arguments or inputs are to be corrected.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hybridtron.data.prepare.input_files import FoundInputs
 
 EMBEDDED = "embedded"
+HELD_OUT = 5  # documents that a folder of few should hold out
 EMBEDDED_TAKES = {"input", "output", "vocab_size", "packages", "workers"}
 LEARN = ("spans", "completion", "messages", "mask")
 
@@ -207,6 +209,12 @@ def show(folder: TokenFolder) -> None:
     for key, kind in left_out.items():
         if count := manifest.origin.get(key):
             console.print(f"left out: {count} {kind}")
-    for split, cure in (("train", "a smaller"), ("validation", "a larger")):
-        if not manifest.tokens(split) and (split == "train" or manifest.origin.get("validation")):
-            console.print(f"warning: no document is in {split}; more documents or {cure} --validation change that")
+    if not manifest.tokens("train"):
+        console.print("warning: no document is in train; more documents or a smaller --validation change that")
+    if not manifest.tokens("validation") and manifest.origin.get("validation"):
+        documents = sum(source.documents for source in manifest.splits["train"].values())
+        enough = min(50, math.ceil(100 * HELD_OUT / max(documents, 1)))
+        console.print(
+            f"warning: no document is in validation, and training needs held-out rows: of {documents:,} documents, "
+            f"--validation {enough}% would hold out about {max(1, documents * enough // 100)}; or give more documents"
+        )

@@ -71,6 +71,11 @@ def test_an_empty_split_is_reported(tokenizer: str, tmp_path: Path, capsys: pyte
     for share, split in (("0.001%", "validation"), ("0.99999", "train")):
         assert prepare_data.main([*command, "--output", str(tmp_path / split), "--validation", share]) == 0
         assert f"warning: no document is in {split}" in capsys.readouterr().out
+    write_jsonl(tmp_path / "b.jsonl", texts(120))
+    command = ["--input", str(tmp_path / "b.jsonl"), "--tokenizer", tokenizer]
+    assert prepare_data.main([*command, "--output", str(tmp_path / "few"), "--validation", "0.001%"]) == 0
+    assert "of 120 documents, --validation 5% would hold out about 6; or give more" in capsys.readouterr().out
+    assert prepare_data.main([*command, "--output", str(tmp_path / "held"), "--validation", "5%"]) == 0
     assert prepare_data.main([*command, "--output", str(tmp_path / "none"), "--validation", "0"]) == 0
     assert "warning" not in capsys.readouterr().out
 

@@ -158,3 +158,13 @@ def test_recompute_keeps_memory_flat_but_for_borders(alone: Groups) -> None:
 )
 def test_it_is_refused_where_no_chunks_are_joined(states: dict[str, object], reported: str) -> None:
     assert any(reported in str(problem) for problem in check(run_of(**states)))
+
+
+def test_rows_over_several_ranks_are_refused() -> None:
+    """Such rows are as long as the chunks together, and are read in one pass."""
+    config = tbtt()
+    assert not [problem for problem in check(config) if problem.key == "parallel.context"]
+    config = dataclasses.replace(config, parallel=ParallelConfig(context=2))
+    (problem,) = [problem for problem in check(config) if problem.key == "parallel.context"]
+    assert f"runs {CHUNKS} chunks of a row in one pass" in str(problem)
+    assert not any("in one pass" in str(each) for each in check(dataclasses.replace(config, states=StatesConfig())))

@@ -47,7 +47,11 @@ class VocabularyShare(NamedTuple):
 
 
 class LinearCrossEntropyInputs(NamedTuple):
-    """The factors of the logits; of a share of the vocabulary, or of all of it where `share` is None."""
+    """The factors of the logits; of a share of the vocabulary, or of all of it where `share` is None.
+
+    Masked rows of x may be anything for the loss, and their gradient is 0. But the weight's gradient is a product with
+    all rows of x, in which a masked one is multiplied with 0: what is not finite there reaches it.
+    """
 
     x_TD: Tensor
     weight_VD: Tensor
@@ -60,7 +64,7 @@ class LinearCrossEntropyInputs(NamedTuple):
 def cross_entropy(inputs: CrossEntropyInputs) -> Loss:
     """Cross-entropy where the boolean mask is True, in fp32 at least."""
     logits_TV, labels_T, mask_T, z_loss = inputs
-    # Masked rows are replaced before any arithmetic: 0 * nan would still be nan.
+    # Masked rows of logits are replaced before any arithmetic: 0 * nan would still be nan.
     wide_TV = torch.where(mask_T[..., None], at_least_fp32(logits_TV), 0.0)
     lse_T = wide_TV.logsumexp(-1)
     picked_T = wide_TV.gather(-1, torch.where(mask_T, labels_T, 0)[..., None]).squeeze(-1)

@@ -53,6 +53,22 @@ def run(form: str, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_lo
 
 
 @PARTS
+@pytest.mark.parametrize("form", ["reference", "chunked"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_masked_rows_that_are_not_finite_change_the_weights_gradient_alone(
+    wrong: float, form: str, tokens_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room_for(tokens_at_a_time, torch.float64, monkeypatch)
+    x, weight, labels, mask = case(torch.float64)
+    expected = run(form, x, weight, labels, mask, 1e-2)
+    broken = x.detach().masked_fill(~mask[..., None], wrong).requires_grad_()
+    *found, of_x, _ = run(form, broken, weight, labels, mask, 1e-2)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=False))
+    assert torch.equal(of_x, expected[-2])
+    assert not of_x[~mask].any()
+
+
+@PARTS
 @DTYPES
 @pytest.mark.parametrize(("z_loss", "scale"), [(0.0, 1.0), (1e-2, 1.0), (1e-3, 20.0)])
 def test_chunked_is_the_loss_of_all_logits(

@@ -132,20 +132,37 @@ def write_folder(
 ) -> TokenFolder:
     """Write documents by split and source, without their eos, which is added; a folder already there is kept.
 
-    The masks of the same documents, where they are given, have an entry for eos too.
+    The masks of the same documents, where they are given, have an entry for eos too; ValueError where one has not.
     """
     with beside(path) as temporary:
         temporary.mkdir(parents=True)
         part = PartWriter(temporary, "part-00000", vocab_size, shard_size, compression, masks is not None)
         for split, sources in splits.items():
             for source, documents in sources.items():
-                of_source = None if masks is None else iter(masks[split][source])
-                for document in documents:
-                    mask = None if of_source is None else next(of_source)
-                    part.write(f"{split}/{source}", np.append(np.asarray(document, dtype=np.int64), eos), mask)
+                where = f"{split}/{source}"
+                pairs = _with_masks(where, documents, None if masks is None else masks[split][source])
+                for document, mask in pairs:
+                    part.write(where, np.append(np.asarray(document, dtype=np.int64), eos), mask)
         assemble(temporary, [part.finish()], tokenizer, vocab_size, eos, compression, origin)
         install(temporary, path)
     return TokenFolder.open(path)
+
+
+def _with_masks(
+    where: str, documents: Iterable[Sequence[int] | np.ndarray], masks: Iterable[np.ndarray] | None
+) -> Iterator[tuple[Sequence[int] | np.ndarray, np.ndarray | None]]:
+    if masks is None:
+        yield from ((document, None) for document in documents)
+        return
+    for number, (document, mask) in enumerate(itertools.zip_longest(documents, masks)):
+        if document is None or mask is None:
+            raise ValueError(f"{where} has another number of masks than of documents: one of them ends at {number}")
+        if len(mask) != len(document) + 1:
+            wanted = f"its {len(document)} tokens and eos"
+            raise ValueError(
+                f"{where}: the mask of document {number} has {len(mask)} entries, must have one for {wanted}"
+            )
+        yield document, mask
 
 
 @contextmanager

@@ -92,11 +92,13 @@ class _File:
 
     def variants(self) -> list[Variant]:
         found = []
-        given = self.parts.get("variants") or {"": []}
-        if not isinstance(given, dict):
+        given = {"": []} if self.parts.get("variants") is None else self.parts["variants"]
+        if not isinstance(given, dict) or not given:
             raise self.wrong("variants", "must be settings by name, such as `samba: [recipe=laptop]`")
         for name, value in given.items():
             part, named = f"variants.{name}", None
+            if not isinstance(name, str | int):
+                raise self.wrong(part, "must have a name that is a text")
             if isinstance(value, dict):
                 if unknown := sorted(set(value) - {"from", "settings"}):
                     raise self.wrong(part, f"has {unknown[0]!r}; it can have `from` and `settings`")
@@ -108,12 +110,16 @@ class _File:
         return found
 
     def grid(self) -> dict[str, list[str]]:
-        given = self.parts.get("grid") or {}
+        given = {} if self.parts.get("grid") is None else self.parts["grid"]
         if not isinstance(given, dict):
             raise self.wrong("grid", f"must be values by key, such as `{SEED}: [0, 1]`")
         for key, values in given.items():
+            if not isinstance(key, str):
+                raise self.wrong("grid", f"has the key {key!r}, must have keys of the configuration such as {SEED}")
             if not isinstance(values, list) or not values:
                 raise self.wrong(f"grid.{key}", f"is {values!r}, must be a list of values")
+            if nested := [value for value in values if not _is_value(value)]:
+                raise self.wrong(f"grid.{key}", f"has {nested[0]!r}, must have numbers, texts, or lists of these")
             texts = [_text(value) for value in values]
             if len(set(texts)) < len(texts):
                 raise self.wrong(f"grid.{key}", "has a value twice")
@@ -130,7 +136,8 @@ def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
     """The sweep of a file, with further settings of all runs behind its own. Unusable names what is wrong."""
     parts = read_keys(path, KEYS)
     file = _File(path, parts)
-    shared = file.settings("settings", [*(parts.get("settings") or []), *settings])
+    own = file.settings("settings", [] if parts.get("settings") is None else parts["settings"])
+    shared = (*own, *file.settings("the command line", list(settings)))
     grid = file.grid()
     short = _short_names(list(grid))
     runs: dict[str, SweepRun] = {}
@@ -167,6 +174,10 @@ def with_starts(run: SweepRun, runs: Mapping[str, SweepRun]) -> Iterator[SweepRu
     yield run
     if run.start is not None:
         yield from with_starts(runs[run.start], runs)
+
+
+def _is_value(value: Any) -> bool:
+    return not isinstance(value, dict | set | bytes) and (not isinstance(value, list) or all(map(_is_value, value)))
 
 
 def _text(value: Any) -> str:

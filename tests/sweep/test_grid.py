@@ -93,3 +93,51 @@ def test_what_is_wrong_is_named(text: str, named: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(Unusable, match=r"none\.yaml"):
         read(tmp_path / "none.yaml")
+
+
+MALFORMED = {
+    "settings: 5": "settings",
+    "settings: recipe=laptop": "settings",
+    "settings: {recipe: laptop}": "settings",
+    "settings: [5]": "settings",
+    "settings: [[recipe=laptop]]": "settings",
+    "settings: [recipe]": "settings",
+    "settings: [null]": "settings",
+    "settings: [run.dir=x]": "settings",
+    "settings: true": "settings",
+    "grid: 5": "grid",
+    "grid: [run.seed]": "grid",
+    "grid: {1: [1]}": "grid",
+    "grid: {null: [1]}": "grid",
+    "grid: {run.seed: 1}": "grid.run.seed",
+    "grid: {run.seed: []}": "grid.run.seed",
+    "grid: {run.seed: null}": "grid.run.seed",
+    "grid: {run.seed: {a: 1}}": "grid.run.seed",
+    "grid: {run.seed: [{a: 1}]}": "grid.run.seed",
+    "grid: {run.seed: [[{a: 1}]]}": "grid.run.seed",
+    "grid: {run.seed: [1, 1]}": "grid.run.seed",
+    "grid: {run.seed: !!set {1}}": "grid.run.seed",
+    "variants: 5": "variants",
+    "variants: [a]": "variants",
+    "variants: {a: 5}": "variants.a",
+    "variants: {a: [5]}": "variants.a",
+    "variants: {a: {from: b}}": "variants.a",
+    "variants: {a: {form: b}}": "variants.a",
+    "variants: {a: {settings: 5}}": "variants.a",
+    "variants: {null: []}": "variants.None",
+    "metrics: loss": "metrics",
+    "metrics: [5]": "metrics",
+    "metrics: []": "metrics",
+    "metrics: {loss: 1}": "metrics",
+    "5": "settings",
+    "sets: []": "sets",
+    "{[a]: 1}": "sweep.yaml",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_a_malformed_sweep_is_refused_by_its_key(text: str, tmp_path: Path) -> None:
+    with pytest.raises(Unusable) as caught:
+        sweep_of(tmp_path, text)
+    assert MALFORMED[text] in str(caught.value)
+    assert "sweep.yaml" in str(caught.value)

@@ -122,15 +122,13 @@ class AdaptedFolder(ImportFolder):
     def _strange(self, names: Mapping[str, str]) -> Iterator[str]:
         """Tensors that have no place; a head that is the embedding needs none."""
         known = {f"{layer}.{piece}" for layer in self.adapted for piece in self._pieces()}
+        rules = (*self.rules, *self.kind.rules(self.model))
+        places = {name for rule in rules for name in (rule.theirs, rule.in_memory)}
         for there, name in names.items():
             if not there.startswith(PREFIX):
                 yield f"{there} does not begin with {PREFIX}"
-            elif name not in known and self._place(name) is None and not (name == HEAD and self.model.tie_embeddings):
+            elif name not in known and name not in places and not (name == HEAD and self.model.tie_embeddings):
                 yield f"{there} is used by no rule"
-
-    def _place(self, name: str) -> TensorRule | None:
-        names = (self.rules, self.kind.rules(self.model))
-        return next((rule for rules in names for rule in rules if name in (rule.theirs, rule.in_memory)), None)
 
     def _pieces(self) -> tuple[str, ...]:
         return (DOWN, UP, LENGTHS) if self.lora.dora else (DOWN, UP)

@@ -6,6 +6,7 @@ mixer in its spec. `null`, where a type has it, keeps every limit; in a list, ea
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -13,6 +14,7 @@ import os
 import re
 import typing
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from hybridtron.problems import Problem, did_you_mean
@@ -76,13 +78,20 @@ def readable_by(parse: Callable[[str], int], least: int = 1) -> Limit:
 def possible_path(path: str) -> str | None:
     """A path that some file can have, whether it is there or not."""
     try:
-        os.lstat(path)
+        Path(path).stat()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         return f"is {shortened(path)!r}, which can't be a path: {why}"
     return None
+
+
+def path_of(text: str) -> Path:
+    """A path of a command line, for argparse: one that some file can have."""
+    if (wrong := possible_path(text)) is not None:
+        raise argparse.ArgumentTypeError(wrong)
+    return Path(text)
 
 
 def limit_problems(value: Any, key: str = "", limits: tuple[Limit, ...] = ()) -> Iterator[Problem]:

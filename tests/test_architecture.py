@@ -16,6 +16,8 @@ ORDER = [
     "shipped",
     "requirements",  # which commands check before all else is imported
     "regular_files",
+    "nested",
+    "file_errors",
     "problems",
     "limits",
     "own_folders",
@@ -72,7 +74,7 @@ OWNERS = {
 }
 STOOD_FOR = ("rehearse/stand_ins.py", "rehearse/signatures.py")
 TORCH_FREE = (
-    *("regular_files", "problems", "limits", "own_folders", "compiled"),
+    *("regular_files", "nested", "file_errors", "problems", "limits", "own_folders", "compiled"),
     *("architecture", "optimizers", "config", "planning", "tasks"),
 )
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code

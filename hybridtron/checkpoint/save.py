@@ -45,6 +45,7 @@ from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
 from hybridtron.device import random_states
 from hybridtron.engine.engine import Engine
+from hybridtron.file_errors import room_left
 from hybridtron.parallel.blocks import block
 from hybridtron.parallel.groups import Groups, barrier
 from hybridtron.parallel.plain_values import all_gather_values
@@ -134,6 +135,7 @@ class Saver:
         limit = self.config.checkpoint.failures
         if self.groups.is_first:
             print(f"CHECKPOINT NOT WRITTEN at step {self.step} ({self.failures} of {limit}): {fault}", file=sys.stderr)
+            folders.sweep(self.run_dir)  # what is there of it takes the room that is missing
         if self.failures >= limit:
             raise SaveError(f"{self.failures} checkpoints in a row could not be written; the last: {fault}")
 
@@ -161,13 +163,7 @@ class Saver:
         barrier()
         return failure
 
-    def _run(
-        self,
-        prepared: OSError | None,
-        content: Content,
-        copies: Copies | None,
-        temporary: Path,
-    ) -> None:
+    def _run(self, prepared: OSError | None, content: Content, copies: Copies | None, temporary: Path) -> None:
         """What a checkpoint takes after training may continue; `settle` reports how it went."""
         began = time.monotonic()
         if prepared is not None:
@@ -197,7 +193,8 @@ class Saver:
                     chunks += written[1]
             values = {"files": {name: asdict(file) for name, file in files.items()}, "chunks": chunks}
         except (OSError, NotFinite) as error:
-            values = {"failure": f"process {self.groups.rank}: {type(error).__name__}: {error}"}
+            why = f"{type(error).__name__}: {error}{room_left(error, temporary)}"
+            values = {"failure": f"process {self.groups.rank}: {why}"}
             for unfinished in temporary.glob(f"*-{self.groups.rank:05}.safetensors"):
                 unfinished.unlink(missing_ok=True)  # on a full disk they leave no room for the list
         put(listed, json.dumps(values).encode())
@@ -229,9 +226,8 @@ class Saver:
         if self.mirror is not None:
             self.mirror.offer(target)
         in_use = () if self.mirror is None else self.mirror.in_use()
-        phase_ends = {phase.end_step for phase in resolve(self.config)}
-        settings, every = self.config.checkpoint, self._kept_every()
-        for failure in folders.retire(self.run_dir, settings, every, phase_ends, in_use):
+        ends = {phase.end_step for phase in resolve(self.config)}
+        for failure in folders.retire(self.run_dir, self.config.checkpoint, self._kept_every(), ends, in_use):
             print(failure, file=sys.stderr)
 
     def _list_of(self, path: Path) -> dict[str, Any]:

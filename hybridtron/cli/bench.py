@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from pathlib import Path
 
 from hybridtron.cli.given import positive
+from hybridtron.limits import path_of
 from hybridtron.shipped import BENCHMARKS, pages
 
 WHAT = {
@@ -70,7 +70,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="for step, fp8, llama, rounding: as for `hybridtron train`; for models side by side: recipes or runs",
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")
+    parser.add_argument("--output", type=path_of, metavar="FILE", help="the table (default: benchmarks/NAME.md)")
     parser.add_argument(
         "--threads", type=positive, default=1, metavar="N", help="threads of torch (default: %(default)s)"
     )

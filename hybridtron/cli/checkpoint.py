@@ -16,7 +16,8 @@ something is broken (differs), 2 there is no such checkpoint, or a wrong argumen
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from hybridtron.limits import path_of
 
 
 def main(arguments: list[str]) -> int:
@@ -27,17 +28,17 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|diff|reshard|fetch")
     for name, what in (("list", "the checkpoints of a run"), ("verify", "read every byte")):
         command = commands.add_parser(name, help=what)
-        command.add_argument("path", type=Path, help="a run's folder, or one checkpoint")
+        command.add_argument("path", type=path_of, help="a run's folder, or one checkpoint")
     command = commands.add_parser("diff", help="what is not the same in two checkpoints")
-    command.add_argument("left", type=Path)
-    command.add_argument("right", type=Path)
+    command.add_argument("left", type=path_of)
+    command.add_argument("right", type=path_of)
     command = commands.add_parser("reshard", help="rewrite a checkpoint with full tensors")
-    command.add_argument("path", type=Path, metavar="CHECKPOINT", help="or a run's folder, for its newest")
-    command.add_argument("output", type=Path)
+    command.add_argument("path", type=path_of, metavar="CHECKPOINT", help="or a run's folder, for its newest")
+    command.add_argument("output", type=path_of)
     command.add_argument("--file-size", default="4GB", help="bytes of a file; default: 4GB")
     command = commands.add_parser("fetch", help="bring one back from checkpoint.mirror")
     command.add_argument("url", help="a mirror, for its newest, or one checkpoint in it")
-    command.add_argument("run", type=Path, help="the run's folder that it goes to")
+    command.add_argument("run", type=path_of, help="the run's folder that it goes to")
     chosen = parser.parse_args(arguments)
     from hybridtron.cli import checkpoint_commands
 

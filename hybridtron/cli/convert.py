@@ -16,16 +16,17 @@ greedy continuation; an import gives each tensor back bit for bit besides. Other
 proof holds both models in fp32 at once. For a machine that is too small `--verify sample` takes the first and the last
 layer of every kind, and `none` goes without.
 
-Exit codes: 0 done, 1 the proof failed or the checkpoint is broken, 2 wrong arguments, or a model that no class has.
+Exit codes: 0 done, 1 the proof failed or the checkpoint is broken, 2 wrong arguments, a model that no class has, or a
+disk that is full.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from hybridtron.config.exportable import transformers_fault
+from hybridtron.limits import path_of
 
 
 def export_main(arguments: list[str]) -> int:
@@ -58,20 +59,20 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="export|import|verify")
     command = commands.add_parser("export", help="write a folder that transformers loads")
     _add_source(command, "checkpoint", "a checkpoint, or a run's folder for its newest")
-    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder for transformers")
+    command.add_argument("--output", type=path_of, required=True, metavar="DIR", help="the folder for transformers")
     command.add_argument("--target", choices=("auto", "native", "custom"), default="auto")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's own")
-    command.add_argument("--base", type=Path, metavar="DIR", help="write adapters for peft, beside this model")
+    command.add_argument("--base", type=path_of, metavar="DIR", help="write adapters for peft, beside this model")
     command.add_argument("--shard-size", default="5GB", help="bytes of a file; default: %(default)s")
     command.add_argument("--verify", choices=("full", "sample", "none", "only"), default="full")
     command = commands.add_parser("import", help="write a checkpoint for run.weights")
     _add_source(command, "input", "a folder of transformers, of peft, or of state-spaces/mamba")
-    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="the checkpoint")
-    command.add_argument("--base", type=Path, metavar="DIR", help="of an adapter of peft: the model that it is for")
+    command.add_argument("--output", type=path_of, required=True, metavar="DIR", help="the checkpoint")
+    command.add_argument("--base", type=path_of, metavar="DIR", help="of an adapter of peft: the model that it is for")
     command.add_argument("--verify", choices=("full", "none"), default="full")
     command = commands.add_parser("verify", help="prove an export again")
     _add_source(command, "checkpoint", "a checkpoint, or a run's folder for its newest")
-    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder for transformers")
+    command.add_argument("--output", type=path_of, required=True, metavar="DIR", help="the folder for transformers")
     chosen = parser.parse_args(arguments)
     chosen.source = chosen.source or chosen.named
     if chosen.command == "export" and chosen.verify == "only":
@@ -81,5 +82,5 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 def _add_source(command: argparse.ArgumentParser, name: str, what: str) -> None:
     given = command.add_mutually_exclusive_group(required=True)
-    given.add_argument("source", nargs="?", type=Path, metavar=name.upper(), help=what)
-    given.add_argument(f"--{name}", dest="named", type=Path, help=argparse.SUPPRESS)
+    given.add_argument("source", nargs="?", type=path_of, metavar=name.upper(), help=what)
+    given.add_argument(f"--{name}", dest="named", type=path_of, help=argparse.SUPPRESS)

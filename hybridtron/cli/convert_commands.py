@@ -14,6 +14,7 @@ from hybridtron.cli.given import bytes_of, checkpoints_at, importable, not_there
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import CannotExport
 from hybridtron.config.units import readable
+from hybridtron.file_errors import in_words, is_of_the_user
 from hybridtron.interop.config_json import CannotImport
 from hybridtron.interop.export import ExportPlan, export, target_of
 from hybridtron.interop.import_folder import ImportFolder, same_tensors, take_over
@@ -32,9 +33,12 @@ def run(chosen: argparse.Namespace) -> int:
     except (Unusable, CannotExport, CannotImport) as error:
         print(error, file=sys.stderr)
         return 2
-    except (BrokenCheckpoint, NotTheSame, OSError) as error:
+    except (BrokenCheckpoint, NotTheSame) as error:
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:
+        print(in_words(error, chosen.output), file=sys.stderr)
+        return 2 if is_of_the_user(error) else 1
 
 
 def newest_of(path: Path) -> Checkpoint:

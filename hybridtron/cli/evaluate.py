@@ -42,7 +42,8 @@ from hybridtron.cli.given import newest_checkpoint, positive, progress_bar
 from hybridtron.config.asked import read_keys
 from hybridtron.evaluate.instruments import INSTRUMENTS
 from hybridtron.evaluate.served import layout, served
-from hybridtron.limits import limit_problems
+from hybridtron.file_errors import in_words
+from hybridtron.limits import limit_problems, path_of, possible_path
 from hybridtron.problems import Unusable
 from hybridtron.requirements import demand, is_there, missing
 
@@ -62,9 +63,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("paths", nargs="+", metavar="RUN", help="runs/NAME, or runs/NAME/checkpoints/step-00000100; parallel.KEY=N")
     add("--suite", choices=SUITES, help="tasks of a paper, at multiples of the training length")
-    add("--tasks", type=Path, metavar="FILE", help="a YAML file of tasks and lengths")
+    add("--tasks", type=path_of, metavar="FILE", help="a YAML file of tasks and lengths")
     add("--harness", nargs="+", metavar="NAME", help="tasks and groups of lm-evaluation-harness")
-    add("--include", type=Path, metavar="DIR", help="a folder of tasks of your own, for --harness")
+    add("--include", type=path_of, metavar="DIR", help="a folder of tasks of your own, for --harness")
     add("--max-length", type=positive, metavar="N", help="tokens of a row, for --harness (default: as trained)")
     add("--run-code", action="store_true", help="for --harness: run the code that the model writes")
     add("--chat", action="store_true", help="for --harness: ask in chats, by the model's chat template")
@@ -78,7 +79,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--attention", choices=list(ReadingAttention), help="read with full attention, or as in training")
     add("--self-extend", type=grouped, metavar="G,W", help="full attention reads tokens W and more away in groups of G")
     add("--instruments", metavar="A,B", help=f"default: {','.join(INSTRUMENTS)}")
-    add("--output", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation/STEP)")
+    add("--output", type=path_of, metavar="DIR", help="where to write (default: RUN/evaluation/STEP)")
     chosen = parser.parse_intermixed_args(arguments)
     require_consistent(parser, chosen)
     return chosen
@@ -97,13 +98,24 @@ def grouped(text: str) -> SelfExtendOptions:
 def require_consistent(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
     """Part runs and layout; ends the process where options contradict each other."""
     chosen.layout = [word for word in (*chosen.paths, *(chosen.harness or ())) if word.startswith("parallel.")]
-    chosen.paths = [Path(word) for word in chosen.paths if word not in chosen.layout]
+    words = [word for word in chosen.paths if word not in chosen.layout]
+    if wrong := next((wrong for word in words if (wrong := possible_path(word)) is not None), None):
+        parser.error(f"RUN {wrong}")
+    chosen.paths = [Path(word) for word in words]
     chosen.harness = [word for word in chosen.harness or () if word not in chosen.layout]
     chosen.instruments = None if chosen.instruments is None else chosen.instruments.split(",")
     if wrong := [name for name in chosen.instruments or [] if name not in INSTRUMENTS]:
         parser.error(f"--instruments: there is no {wrong[0]!r}; there are {', '.join(INSTRUMENTS)}")
     if not re.fullmatch(r"0*[1-9]\d*x?", chosen.length, re.ASCII):
         parser.error(f"--length is {chosen.length}, must be a number of tokens such as 8192, or of lengths such as 16x")
+    if not (chosen.suite or chosen.tasks) and chosen.lengths:
+        parser.error(
+            "--lengths belongs to --suite NAME or --tasks FILE, whose tasks have lengths; --length to all else"
+        )
+    if not (chosen.suite or chosen.tasks or chosen.harness) and chosen.samples:
+        parser.error(
+            "--samples belongs to --suite NAME, --tasks FILE or --harness NAME; --rows says how many rows else"
+        )
     if chosen.suite and chosen.tasks:
         parser.error(f"--suite {chosen.suite} and --tasks {chosen.tasks}: one of them")
     if chosen.harness and (chosen.suite or chosen.tasks or chosen.lengths or chosen.instruments):
@@ -122,7 +134,7 @@ def main(arguments: list[str]) -> int:
     try:
         measure(checkpoints, chosen, console)
     except OSError as error:
-        raise Unusable(str(error)) from error
+        raise Unusable(in_words(error, chosen.output)) from error
     return 0
 
 

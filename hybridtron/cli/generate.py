@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hybridtron.cli.given import newest_checkpoint, positive
 from hybridtron.config.layout import launched
 from hybridtron.evaluate.served import layout, served
+from hybridtron.limits import path_of
 from hybridtron.problems import Unusable
 
 if TYPE_CHECKING:
@@ -55,10 +56,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="hybridtron generate", description="Text from a checkpoint, or from the newest one of a run's folder."
     )
     add = parser.add_argument
-    add("path", type=Path, help="runs/NAME, or runs/NAME/checkpoints/step-00000100")
+    add("path", type=path_of, help="runs/NAME, or runs/NAME/checkpoints/step-00000100")
     add("layout", nargs="*", metavar="parallel.KEY=N", help="tensor, pipeline, context: over the processes of torchrun")
     add("--prompt", action="append", metavar="TEXT", help="what to continue; several are read as one batch")
-    add("--prompt-file", action="append", type=Path, metavar="FILE", help="a prompt that is a file's text")
+    add("--prompt-file", action="append", type=path_of, metavar="FILE", help="a prompt that is a file's text")
     add("--tokens", type=positive, default=100, metavar="N", help="new tokens, at most (default: %(default)s)")
     add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: %(default)s)")
     add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: from all (default)")

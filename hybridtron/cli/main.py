@@ -13,6 +13,7 @@ import sys
 
 from hybridtron import __version__
 from hybridtron.cli import lean_imports
+from hybridtron.file_errors import in_words, is_of_the_user
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.requirements import demand, hide_known_warnings
 
@@ -88,6 +89,11 @@ def main(arguments: list[str]) -> int:
         raise
     except Unusable as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        if not is_of_the_user(error):
+            raise
+        print(in_words(error), file=sys.stderr)
         return 2
     return code
 

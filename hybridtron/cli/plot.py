@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hybridtron.config.units import readable
 from hybridtron.evaluate.pictures import picture
+from hybridtron.limits import path_of
 from hybridtron.problems import Unusable
 from hybridtron.requirements import demand
 from hybridtron.train.records import read_lines
@@ -25,8 +26,10 @@ MARKERS = ("o", "s", "^", "D")
 def main(arguments: list[str]) -> int:
     """Draw the run's metrics.jsonl. Returns the exit code: 2 where there is nothing to draw."""
     parser = argparse.ArgumentParser(prog="hybridtron plot", description="Draw training and held-out loss of a run.")
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--output", type=Path, default=None, help="the picture; default: loss.png in the run's folder")
+    parser.add_argument("run", type=path_of, help="the run's folder")
+    parser.add_argument(
+        "--output", type=path_of, default=None, help="the picture; default: loss.png in the run's folder"
+    )
     chosen = parser.parse_args(arguments)
     demand("plot")
     metrics = chosen.run / "metrics.jsonl"

@@ -9,7 +9,7 @@
 The formats of inputs are listed by --help. Interrupted, it leaves OUTPUT.partial, and the same command continues from
 there; another number of workers may be given. What failed before a file was finished blocks nothing: the command is
 corrected and starts from scratch. Exit codes: 0 the folder is there, 1 it was interrupted, or a disk or a process
-failed, 2 arguments or inputs are to be corrected.
+failed, 2 arguments or inputs are to be corrected, or a disk is full.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import math
 import os
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hybridtron.file_errors import FULL, in_words, is_of_the_user
+from hybridtron.limits import path_of
 
 if TYPE_CHECKING:
     from hybridtron.data.folder import TokenFolder
@@ -44,8 +46,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns with *, or: embedded")
-    add("--output", type=Path, required=True, metavar="DIR", help="the folder to be made")
-    add("--tokenizer", type=Path, metavar="DIR", help="a folder on this machine with tokenizer.json, or that file")
+    add("--output", type=path_of, required=True, metavar="DIR", help="the folder to be made")
+    add("--tokenizer", type=path_of, metavar="DIR", help="a folder on this machine with tokenizer.json, or that file")
     add("--workers", type=int, metavar="N", help="processes, each with one thread (default: 1)")
     add("--source", metavar="NAME", help="the source of documents that name none (default: text)")
     add("--validation", type=share, metavar="SHARE", help="held out by content (default: 0.5%%)")
@@ -111,9 +113,13 @@ def main(arguments: list[str]) -> int:
 
     try:
         folder = prepare_embedded(chosen) if chosen.vocab_size is not None else prepare_inputs(chosen)
-    except (FolderError, PrepareError, WorkerEnded, OSError) as error:  # a full disk is one
+    except (FolderError, PrepareError, WorkerEnded) as error:
         print(error, file=sys.stderr)
-        return 1 if isinstance(error, WorkerEnded | OSError) else 2
+        return 1 if isinstance(error, WorkerEnded) else 2
+    except OSError as error:
+        kept = f"; {chosen.output}.partial is kept, and the same command continues" if error.errno in FULL else ""
+        print(f"{in_words(error, chosen.output)}{kept}", file=sys.stderr)
+        return 2 if is_of_the_user(error) else 1
     except KeyboardInterrupt:
         kept = (
             ""

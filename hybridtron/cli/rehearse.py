@@ -17,11 +17,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hybridtron.config.check import require, warnings
 from hybridtron.config.load import load
+from hybridtron.limits import path_of
 from hybridtron.planning.memory import largest_phase
 from hybridtron.planning.rates import GPUS
 from hybridtron.problems import Unusable
@@ -55,7 +55,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-kernels", action="store_true", help="compile no kernels: each takes as long as its bytes")
     parser.add_argument(
         "--picture",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         help="draw memory over the step, and where its time goes: a .png or .svg",
     )

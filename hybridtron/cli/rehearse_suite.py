@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from hybridtron.config.load import choices_of
+from hybridtron.limits import path_of
 from hybridtron.planning.rates import GPUS
 from hybridtron.problems import Unusable
 from hybridtron.rehearse import suite, suite_page
@@ -35,7 +35,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--part", default="1/1", metavar="I/N", help="one of N parts of the cases, for N processes")
     parser.add_argument("--keep", action="store_true", help="what older code showed counts too")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE",
+        "--output", type=path_of, metavar="FILE",
         help="the page; what was shown goes to a .jsonl beside it (default: benchmarks/rehearse.md)",
     )  # fmt: skip
     parser.add_argument("--no-kernels", action="store_true", help="compile no kernels: each takes as long as its bytes")

@@ -28,6 +28,7 @@ from hybridtron.config.load import load
 from hybridtron.config.resolve import last_step
 from hybridtron.config.schema import Config
 from hybridtron.evaluate.pictures import picture
+from hybridtron.limits import path_of
 from hybridtron.problems import Unusable
 from hybridtron.requirements import is_there
 from hybridtron.sweep import results
@@ -46,12 +47,12 @@ INTERRUPTED = 75
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="hybridtron sweep", description="A grid of training runs on this machine.")
-    parser.add_argument("file", type=Path, help="what the runs share, and in what they differ (docs/sweeps.md)")
+    parser.add_argument("file", type=path_of, help="what the runs share, and in what they differ (docs/sweeps.md)")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="behind the file's settings of every run")
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="a variant or run, and those that it starts from"
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="the sweep's folder (default: runs/sweeps/FILE)")
+    parser.add_argument("--output", type=path_of, metavar="DIR", help="the sweep's folder (default: runs/sweeps/FILE)")
     parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="runs at a time (default: %(default)s)")
     parser.add_argument("--plan", action="store_true", help="list the runs, and start none")
     parser.add_argument("--slurm", action="store_true", help="queue the runs as array jobs, one GPU each")

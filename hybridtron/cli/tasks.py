@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
 from hybridtron.cli.given import not_there_yet, positive, progress_bar
+from hybridtron.file_errors import in_words
+from hybridtron.limits import path_of
 from hybridtron.problems import Unusable
 from hybridtron.tasks import GROUPS, TASKS
-from hybridtron.tasks.base import Task, TaskError
+from hybridtron.tasks.base import MOST_TOKENS, Task, TaskError
 from hybridtron.tasks.download import FOLDER, PUBLISHED, download
 from hybridtron.tasks.options import all_named, named, options_of
 from hybridtron.tasks.tokens import BYTES, ByteTokens, open_tokens
@@ -47,13 +50,18 @@ def show_main(arguments: list[str]) -> int:
     add = parser.add_argument
     add("task", metavar="NAME", help="one that `hybridtron tasks list` names")
     add("options", nargs="*", metavar="OPTION=VALUE", help="options of the task")
-    add("--length", type=int, required=True, metavar="N", help="tokens, those of the answer included")
+    add("--length", type=length, required=True, metavar="N", help="tokens, those of the answer included")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
     add("--index", type=int, default=0, metavar="I", help="which sample of the seed; default: 0")
     add("--tokenizer", default=BYTES, metavar="DIR", help="a folder with tokenizer.json, or that file; default: bytes")
     chosen = parser.parse_intermixed_args(arguments)
     task = named(chosen.task, chosen.options)
-    sample = task.sample(chosen.seed, chosen.index, open_tokens(chosen.tokenizer), chosen.length)
+    try:
+        sample = task.sample(chosen.seed, chosen.index, open_tokens(chosen.tokenizer), chosen.length)
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, Unusable):
+            raise
+        raise TaskError(f"{task.name}: these options must be others, as no sample can be made: {error}") from error
     print(f"{sample.prompt}>>>{sample.answer}")
     about = {"prompt_tokens": len(sample.prompt_tokens), "learned": sum(sample.mask), "generate": sample.generate}
     print(json.dumps(about | sample.meta), file=sys.stderr)
@@ -67,8 +75,8 @@ def write_main(arguments: list[str]) -> int:
     )
     add = parser.add_argument
     add("tasks", nargs="+", metavar="NAME", help="tasks and groups; OPTION=VALUE of those that have it")
-    add("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
-    add("--length", type=int, nargs="+", required=True, metavar="N", help="lengths in tokens")
+    add("--output", type=path_of, required=True, metavar="DIR", help="a folder that does not exist yet")
+    add("--length", type=length, nargs="+", required=True, metavar="N", help="lengths in tokens")
     add("--evaluation", type=int, default=100, metavar="N", help="samples of a task and length; default: 100")
     add("--training", type=int, default=0, metavar="N", help="samples of a task and length, by other seeds; default: 0")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
@@ -79,7 +87,7 @@ def write_main(arguments: list[str]) -> int:
     try:
         files = _write(chosen)
     except OSError as error:
-        raise Unusable(str(error)) from error
+        raise Unusable(in_words(error, chosen.output)) from error
     for file in files:
         print(file)
     return 0
@@ -93,8 +101,8 @@ def prepare_main(arguments: list[str]) -> int:
     )
     add = parser.add_argument
     add("tasks", nargs="+", metavar="NAME", help="tasks on token ids; OPTION=VALUE of those that have it")
-    add("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
-    add("--length", type=int, nargs="+", required=True, metavar="N", help="lengths in tokens")
+    add("--output", type=path_of, required=True, metavar="DIR", help="a folder that does not exist yet")
+    add("--length", type=length, nargs="+", required=True, metavar="N", help="lengths in tokens")
     add("--training", type=positive, required=True, metavar="N", help="samples of a task and length")
     add("--validation", type=positive, default=100, metavar="N", help="held-out samples of each; default: 100")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
@@ -107,7 +115,7 @@ def prepare_main(arguments: list[str]) -> int:
         with progress_bar(str(output)) as moved:
             folder = prepare(wanted, output, moved)
     except OSError as error:
-        raise Unusable(str(error)) from error
+        raise Unusable(in_words(error, chosen.output)) from error
     manifest = folder.manifest
     print(f"{output}: {manifest.tokens('train')} tokens of training, {manifest.tokens('validation')} of validation")
     print(f"train with data=folder data.path={output} model.vocab_size={manifest.vocab_size}")
@@ -123,13 +131,20 @@ def download_main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="+", choices=PUBLISHED, metavar="NAME", help=", ".join(PUBLISHED))
-    parser.add_argument("--output", type=Path, default=FOLDER, metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--output", type=path_of, default=FOLDER, metavar="DIR", help="default: %(default)s")
     chosen = parser.parse_args(arguments)
     for name in chosen.names:
         with progress_bar(name) as moved:
             file = download(PUBLISHED[name], chosen.output, moved)
         print(file)
     return 0
+
+
+def length(text: str) -> int:
+    """Tokens of a sample, for argparse."""
+    if not re.fullmatch(r"[0-9]{1,12}", text) or not 0 < int(text) <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"is {text}, must be a number of tokens from 1 to {MOST_TOKENS:,}")
+    return int(text)
 
 
 def _write(chosen: argparse.Namespace) -> list[Path]:

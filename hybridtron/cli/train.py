@@ -89,8 +89,10 @@ def program(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
     except Exception as error:
         from hybridtron.checkpoint.manifest import BrokenCheckpoint  # imports torch, which --help does without
+        from hybridtron.checkpoint.save import SaveError
 
-        if isinstance(error, BrokenCheckpoint):  # the data of all of a run's checkpoints is damaged
+        # the data of all of a run's checkpoints is damaged, or none can be written
+        if isinstance(error, BrokenCheckpoint | SaveError):
             print(error, file=sys.stderr)
         else:
             traceback.print_exc()

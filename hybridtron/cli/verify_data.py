@@ -15,6 +15,7 @@ from pathlib import Path
 from hybridtron.cli.given import positive, progress_bar
 from hybridtron.config.units import readable
 from hybridtron.data.mds.verify import FolderReport, verify
+from hybridtron.limits import path_of
 from hybridtron.problems import Unusable
 
 
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> int:
         prog="hybridtron data verify",
         description="Hold every byte of a folder of prepared tokens against its manifest.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what hybridtron data prepare wrote")
+    parser.add_argument("folder", type=path_of, metavar="DIR", help="what hybridtron data prepare wrote")
     parser.add_argument(
         "--workers", type=positive, default=1, metavar="N", help="processes that read shards; default: 1"
     )

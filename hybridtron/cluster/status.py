@@ -25,6 +25,7 @@ from hybridtron.config.load import load_saved
 from hybridtron.config.resolve import last_step, phase_continuing_at, phase_ending_at, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
+from hybridtron.limits import path_of
 from hybridtron.problems import ConfigError, Unusable
 from hybridtron.train.outcome import clock
 from hybridtron.train.records import read_lines, read_record
@@ -81,7 +82,7 @@ class Status:
 def main(arguments: list[str]) -> int:
     """Print a table, and a line of reasons for each run that has them. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="hybridtron status", description="State, speed and remaining time of runs.")
-    parser.add_argument("folders", nargs="*", type=Path, metavar="RUN_FOLDER", help="default: all below runs/")
+    parser.add_argument("folders", nargs="*", type=path_of, metavar="RUN_FOLDER", help="default: all below runs/")
     folders: list[Path] = parser.parse_args(arguments).folders
     folders = folders or sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
     if not folders:

@@ -6,10 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hybridtron.nested import NotParsed, yaml_of
 from hybridtron.problems import Unusable, did_you_mean
-from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.regular_files import read_regular
 
 GREATEST = 2**20  # bytes
 
@@ -18,9 +17,11 @@ def read_keys(path: Path, known: Collection[str], where: str = "") -> dict[str, 
     """What the file says, under some of the known keys; `where` is the option that names it. Else Unusable."""
     name = f"{where} {path}".strip()
     try:
-        found = yaml.safe_load(read_regular(path, GREATEST))
-    except (Unreadable, OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Unusable(f"{name} can't be read: {error}") from error
+        found = yaml_of(read_regular(path, GREATEST))
+    except NotParsed as error:
+        raise Unusable(f"{name} can't be read: it {error}") from error
+    except OSError as error:
+        raise Unusable(f"{name} can't be read: {error.strerror or error}") from error
     if not isinstance(found, dict):
         raise Unusable(f"{name} must hold {', '.join(known)}")
     require_known(name, found, known)

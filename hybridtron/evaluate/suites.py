@@ -27,8 +27,9 @@ from typing import Any
 
 from hybridtron.config.asked import read_keys, require_known
 from hybridtron.evaluate.instruments import INSTRUMENTS
+from hybridtron.limits import shortened
 from hybridtron.problems import Unusable, did_you_mean
-from hybridtron.tasks.base import Task, TaskError, TextTokens
+from hybridtron.tasks.base import MOST_TOKENS, Task, TaskError, TextTokens
 from hybridtron.tasks.options import all_named, named, options_of
 
 TRIED_TOKENS = 2**19  # of samples of each task and length that are made before a model reads anything
@@ -195,12 +196,17 @@ def _lengths(entry: Mapping[str, Any]) -> list[Any]:
 
 def tokens_of(text: str | int, seq_len: int) -> int:
     """`4096`, `4x`, `1/4x` -> tokens."""
-    found = re.fullmatch(r"(?:(\d+)/)?0*([1-9]\d*)(x?)", str(text), re.ASCII)
+    found = re.fullmatch(r"(?:(\d{1,9})/)?0*([1-9]\d{0,19})(x?)", str(text), re.ASCII)
     if found is None or (found[1] and not found[3]):
-        raise Unusable(f"a length is {text}, must be tokens such as 8192, or training lengths such as 16x")
+        raise Unusable(
+            f"a length is {shortened(str(text))}, must be tokens such as 8192, or training lengths such as 16x"
+        )
     if found[1]:
         return max(1, int(found[1]) * seq_len // int(found[2]))
-    return int(found[2]) * (seq_len if found[3] else 1)
+    tokens = int(found[2]) * (seq_len if found[3] else 1)
+    if tokens > MOST_TOKENS:
+        raise Unusable(f"a length is {shortened(str(text))}, must be at most {MOST_TOKENS:,} tokens")
+    return tokens
 
 
 def fitting(suite: Suite, tokenizer: TextTokens, vocab_size: int, lenient: bool) -> Suite:

@@ -5,13 +5,12 @@ So what reads the settings afterwards need not ask what they are, and nothing gr
 
 from __future__ import annotations
 
-import json
-import math
 import reprlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridtron.nested import NotParsed, json_of
 from hybridtron.regular_files import Unreadable, read_regular, require_regular
 
 LARGEST, LARGEST_OTHER = 2**24, 2**28  # bytes: of a JSON that is read here, and of one that transformers may read
@@ -38,7 +37,9 @@ def _whole(low: int, high: int) -> Kind:
 
 
 def _numbers_to(high: float) -> Callable[[Any], bool]:
-    return lambda value: type(value) in (int, float) and math.isfinite(value) and 0 < value <= high
+    return lambda value: (
+        type(value) in (int, float) and 0 < value <= high
+    )  # a whole number may be too large for a float
 
 
 COUNT, COUNT_OR_NONE = _whole(1, MOST), _whole(0, MOST)
@@ -135,9 +136,9 @@ def require_files(folder: Path) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object."""
     try:
-        found = json.loads(read_regular(path, LARGEST).decode())
-    except RecursionError as error:
-        raise CannotImport(f"{path} can't be read: it is nested too deep") from error
+        found = json_of(read_regular(path, LARGEST).decode())
+    except NotParsed as error:
+        raise CannotImport(f"{path} can't be read: it {error}") from error
     except (OSError, ValueError) as error:
         raise CannotImport(f"{path} can't be read: {error}") from error
     if not isinstance(found, dict):

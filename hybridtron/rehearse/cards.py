@@ -25,6 +25,7 @@ from hybridtron.architecture.attention import HeadsSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.config.load import choices_of
 from hybridtron.config.schema import ModelConfig
+from hybridtron.limits import path_of
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import largest_phase
 from hybridtron.problems import Unusable
@@ -56,8 +57,10 @@ HEADER = (
 def main(arguments: list[str]) -> int:
     """Write a card for every recipe. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="hybridtron check cards", description="Write verification cards.")
-    parser.add_argument("--records", type=Path, metavar="FILE", help="rehearsals (default: benchmarks/rehearse.jsonl)")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: benchmarks/cards")
+    parser.add_argument(
+        "--records", type=path_of, metavar="FILE", help="rehearsals (default: benchmarks/rehearse.jsonl)"
+    )
+    parser.add_argument("--output", type=path_of, metavar="FOLDER", help="default: benchmarks/cards")
     chosen = parser.parse_args(arguments)
     checkout = pages()
     output = chosen.output or (checkout and checkout / "cards")

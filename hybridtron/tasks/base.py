@@ -20,6 +20,10 @@ TRAINING_SEEDS = 2**32
 IGNORED = -100  # the label of a position that predicts nothing
 
 
+MOST_TOKENS = 2**28  # of a sample
+MOST_OPTION = 2**20  # an option that is a number
+
+
 class TaskError(Unusable):
     """A task that can't give the sample that is asked for: why, and what would work."""
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
+from hybridtron.limits import shortened
 from hybridtron.problems import did_you_mean
 from hybridtron.tasks import GROUPS, TASKS
-from hybridtron.tasks.base import Task, TaskError
+from hybridtron.tasks.base import MOST_OPTION, Task, TaskError
 
+LONGEST_NUMBER = 100  # characters that are looked at
 TRUTH = {"true": True, "false": False}
 
 
@@ -59,6 +61,11 @@ def _read(name: str, option: str, text: str, default: object) -> object:
     try:
         if isinstance(default, bool):
             return TRUTH[text.lower()]
-        return type(default)(text)  # pyrefly: ignore
+        value = type(default)(text[:LONGEST_NUMBER] if isinstance(default, int) else text)  # pyrefly: ignore
+        if isinstance(value, int) and abs(value) > MOST_OPTION:
+            raise TaskError(f"{name}: {option}={shortened(text)}: must be at most {MOST_OPTION:,}")
+        return value
+    except TaskError:
+        raise
     except (ValueError, KeyError) as error:
         raise TaskError(f"{name}: {option}={text}: is of type {type(default).__name__}, such as {default}") from error

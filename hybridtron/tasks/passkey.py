@@ -25,6 +25,7 @@ WARNING = (
 KEY = "\nThe pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "\nWhat is the pass key? The pass key is"
 TRIMS = ("left", "right")
+MOST_DIGITS = 4_000  # Python writes none of more than 4,300
 MORE = 2  # tokens that an evaluation generates beyond the answer's
 
 
@@ -87,8 +88,8 @@ class Passkey(Task):
         return 1 / (9 * 10 ** (self.digits - 1))
 
     def _check(self) -> None:
-        if self.digits < 1:
-            raise TaskError(f"{self.name}: digits={self.digits}: a key has at least 1")
+        if not 1 <= self.digits <= MOST_DIGITS:
+            raise TaskError(f"{self.name}: digits={self.digits}: must be from 1 to {MOST_DIGITS:,}")
         if self.trim not in TRIMS:
             raise TaskError(f"{self.name}: trim={self.trim}: is {' or '.join(TRIMS)}")
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from hybridtron.data.folder import LARGEST_TOKENIZER
 from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
+from hybridtron.limits import possible_path
 from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.tasks.base import TaskError, TextTokens
 
@@ -51,6 +52,8 @@ def open_tokens(name: str) -> TextTokens:
     """`bytes`, or the tokenizer.json that a path is or holds."""
     if name == BYTES:
         return ByteTokens()
+    if (wrong := possible_path(name)) is not None:
+        raise TaskError(f"--tokenizer {wrong}")
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     try:

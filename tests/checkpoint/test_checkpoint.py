@@ -190,7 +190,11 @@ def test_training_ends_after_a_number_of_failed_saves(
         patch.setattr("hybridtron.checkpoint.save.write_tensors", full)
         saver.save(engine, meta_of(engine, 2, {}), tokenizer)
         saver.settle()
-    assert "at step 2 (1 of 2): OSError: process 0: OSError: [Errno 28]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "at step 2 (1 of 2): OSError: process 0: OSError: [Errno 28]" in said
+    assert f"MB are free at {tmp_path / 'checkpoints'}" in said
+    assert "make room there" in said
+    assert list(tmp_path.glob("checkpoints/.step-*")) == []  # it would take the room that is missing
     saver.save(engine, meta_of(engine, 3, {}), tokenizer)
     saver.settle()
     monkeypatch.setattr("hybridtron.checkpoint.save.write_tensors", full)

@@ -132,13 +132,13 @@ def test_what_is_to_be_corrected_is_exit_code_2(
     assert prepare_data.main([*command, "text", "--input", str(good)]) == 0  # the first try stands in nobody's way
 
 
-def test_a_full_disk_is_exit_code_1(
+def test_a_full_disk_is_exit_code_2_as_the_user_can_mend_it(
     tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("hybridtron.data.prepare.parts.sync", lambda _: (_ for _ in ()).throw(full))
     file = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    assert prepare_data.main(["--input", str(file), "--output", str(tmp_path / "out"), "--tokenizer", tokenizer]) == 1
+    assert prepare_data.main(["--input", str(file), "--output", str(tmp_path / "out"), "--tokenizer", tokenizer]) == 2
     assert "No space left" in capsys.readouterr().err
 
 

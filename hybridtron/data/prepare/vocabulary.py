@@ -6,7 +6,6 @@ bounded here; what the `tokenizers` package makes of it is not, such as the time
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from hybridtron.data.folder import LARGEST_TOKENIZER
 from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.data.prepare.documents import ArgumentError
 from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
+from hybridtron.nested import NotParsed, json_of
 from hybridtron.regular_files import Unreadable, read_regular
 
 KNOWN_EOS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
@@ -145,11 +145,13 @@ def _tokenizer(text: str) -> Tokenizer:
 
 def _config(file: Path) -> dict:
     try:
-        values = json.loads(read_regular(file, LARGEST_TOKENIZER))
+        values = json_of(read_regular(file, LARGEST_TOKENIZER))
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError, Unreadable) as error:
-        raise ArgumentError(f"--tokenizer: {file} is not JSON: {error}") from error
+    except NotParsed as error:
+        raise ArgumentError(f"--tokenizer: {file} {error}") from error
+    except Unreadable as error:
+        raise ArgumentError(f"--tokenizer: {file} can't be read: {error}") from error
     return values if isinstance(values, dict) else {}
 
 

@@ -35,6 +35,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hybridtron.limits import path_of
 from hybridtron.proving.chaos import starts as chaos_starts
 from hybridtron.proving.chaos.faults import Disk
 from hybridtron.proving.chaos.ordeal import HEADER, Injected, Ordeal, OrdealFailed
@@ -78,7 +79,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the faults; the moment within a step is chance all the same")
     parser.add_argument("--layout", choices=LAYOUTS, default="dp2", help="of the two processes (%(default)s)")
     parser.add_argument("--keep-folder", action="store_true", help="keep the runs also where all is well")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the table there, in Markdown")
+    parser.add_argument("--page", type=path_of, metavar="FILE", help="write the table there, in Markdown")
     chosen = parser.parse_args(arguments)
     if chosen.steps < 1 or chosen.mean < 1:
         parser.error(f"--steps {chosen.steps} and --mean {chosen.mean:g} must be at least 1")

@@ -19,9 +19,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridtron.limits import path_of
 from hybridtron.shipped import BENCHMARKS, pages
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be given several times")
     parser.add_argument("--recipe", action="append", default=[], help="of every_recipe; may be given several times")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on any machine, to try this tool")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/gpu_check.md)")
+    parser.add_argument("--output", type=path_of, metavar="FILE", help="the table (default: benchmarks/gpu_check.md)")
     return parser.parse_args(arguments)
 
 

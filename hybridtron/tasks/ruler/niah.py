@@ -30,6 +30,7 @@ SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # percent of an essay's sentences
 KINDS = ("words", "numbers", "uuids")
 HAYSTACKS = ("noise", "essay", "needle")
+MOST_NEEDLES = 2**14
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Needles(RulerTask):
                 raise TaskError(f"{self.name}: {option}={value}: is {', '.join(known)}")
         if min(self.num_keys, self.num_values, self.num_queries) < 1:
             raise TaskError(f"{self.name}: num_keys, num_values and num_queries are at least 1")
+        if max(self.num_keys, self.num_queries) * self.num_values > MOST_NEEDLES:
+            raise TaskError(f"{self.name}: keys times values must be at most {MOST_NEEDLES:,}")
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         keys: list[str] = []

@@ -9,13 +9,13 @@ its names.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import ClassVar
 
+from hybridtron.nested import json_of
 from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.tasks.base import Sample, TaskError, TextTokens
 from hybridtron.tasks.download import FOLDER, PUBLISHED
@@ -120,7 +120,7 @@ def _data_set(name: str, source: str, file: Path) -> DocumentSet:
         substitute = f"qa_synth_{name[-1]} is a task of its kind without a download"
         raise TaskError(f"{name}: there is no {file}: {cure}; {substitute}")
     try:
-        content = json.loads(read_regular(file, LARGEST_DATA))
+        content = json_of(read_regular(file, LARGEST_DATA))
         found = {"squad": _squad, "hotpotqa": _hotpotqa}[source](content)
     except (Unreadable, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise TaskError(f"{name}: {file} can't be read as {PUBLISHED[source].name}: {error!r}") from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from hybridtron.tasks.base import Sample
+from hybridtron.tasks.base import Sample, TaskError
 from hybridtron.tasks.fitted import TaskText
 from hybridtron.tasks.ruler.base import RulerTask
 from hybridtron.tasks.ruler.qa import PREFIX, QUESTION, question_scores
@@ -59,6 +59,8 @@ class SyntheticQuestions(RulerTask):
         return f"a substitute for RULER's qa_{self.hops}: {self.hops} of many made-up documents"
 
     def steps(self, length: int) -> tuple[int, int]:
+        if self.hops not in (1, 2):
+            raise TaskError(f"{self.name}: hops={self.hops}: must be 1 or 2")
         return (10, 10) if self.faithful else (2, 1)
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:

@@ -31,6 +31,7 @@ PREFIX = (
 )
 FAITHFUL_LINES = 10
 LETTERS, EXAMPLE_LETTERS = 5, 3
+MOST_LINKS = 2**10
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class VariableTracking(RulerTask):
 
     def check(self, length: int) -> None:
         super().check(length)
+        if self.num_chains * self.num_hops > MOST_LINKS or self.example_lines > MOST_LINKS:
+            raise TaskError(f"{self.name}: chains times hops, and example_lines, must be at most {MOST_LINKS:,}")
         if min(self.num_chains, self.num_hops) < 1 or self.example_lines < self.num_hops + 1:
             message = f"num_chains={self.num_chains} num_hops={self.num_hops} example_lines={self.example_lines}"
             raise TaskError(f"{self.name}: {message}: at least 1, 1, and a line for each link of the example")

@@ -1,0 +1,43 @@
+"""What the operating system refuses of a file: which one, why, and what a user can do about it."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+CURES = {
+    errno.EACCES: "it belongs to another user: change its rights, or name another place",
+    errno.EPERM: "it belongs to another user: change its rights, or name another place",
+    errno.EROFS: "name a place that can be written to",
+    errno.ENOTDIR: "a part of this path is a file: name a folder",
+    errno.EISDIR: "it is a folder: name a file",
+    errno.ELOOP: "links there lead in a circle: name the place itself",
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.EFBIG: "no file there may be as large: raise the limit (ulimit -f), or name another place",
+}
+
+
+def is_of_the_user(error: OSError) -> bool:
+    """Whether it comes from a place that the user named, and can mend."""
+    return error.errno in CURES or error.errno in FULL
+
+
+def in_words(error: OSError, place: Path | None = None, needed: int | None = None) -> str:
+    """Name the file, or the place that was written to, with what would help; `needed` is what it takes in bytes."""
+    where = error.filename if error.filename is not None else place
+    text = str(error) if where is None or error.strerror is None else f"{where}: {error.strerror}"
+    if error.errno in FULL:
+        return f"{text}{room_left(error, Path(where) if where else Path.cwd(), needed)}"
+    return f"{text}; {CURES[error.errno]}" if error.errno in CURES else text
+
+
+def room_left(error: Exception, place: Path, needed: int | None = None) -> str:
+    """Say how much room a disk has that is full, and what to do; nothing for another error."""
+    if not (isinstance(error, OSError) and error.errno in FULL):
+        return ""
+    there = next((folder for folder in (place, *place.parents) if folder.is_dir()), Path("/"))
+    wanted = "" if needed is None else f"{needed / 1e6:,.1f} MB are needed, and "
+    free = shutil.disk_usage(there).free / 1e6
+    return f"; {wanted}{free:,.1f} MB are free at {there}: make room there, or name a place on another disk"

@@ -1,0 +1,53 @@
+"""JSON and YAML of somebody else, parsed only as deep as anybody writes them: nothing that walks them breaks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+DEEPEST = 100
+
+
+class NotParsed(ValueError):
+    """It is no JSON, or no YAML, or nested too deep; the text says which."""
+
+
+def json_of(stored: bytes | str) -> Any:
+    """What a JSON text says."""
+    try:
+        found = json.loads(stored)
+    except RecursionError as error:
+        raise NotParsed(f"is nested more than {DEEPEST} deep") from error
+    except ValueError as error:
+        raise NotParsed(f"is not JSON: {error}") from error
+    level = [found]
+    for _ in range(DEEPEST + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [entry for entries in inner for entry in entries]
+        if not level:
+            return found
+    raise NotParsed(f"is nested more than {DEEPEST} deep")
+
+
+def yaml_of(stored: bytes | str) -> Any:
+    """What a YAML text says."""
+    depth = 0
+    within: list[str | None] = []  # anchors of what is open
+    try:
+        for event in yaml.parse(stored, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.CollectionStartEvent):
+                within.append(event.anchor)
+                depth = max(depth, len(within))
+            elif isinstance(event, yaml.CollectionEndEvent):
+                within.pop()
+            elif isinstance(event, yaml.AliasEvent) and event.anchor in within:
+                raise NotParsed(f"holds *{event.anchor} within itself")
+            if depth > DEEPEST:
+                raise NotParsed(f"is nested more than {DEEPEST} deep")
+        return yaml.safe_load(stored)
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        if isinstance(error, NotParsed):
+            raise
+        raise NotParsed(f"is not YAML: {error}") from error

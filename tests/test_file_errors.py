@@ -1,0 +1,33 @@
+"""What the operating system refuses: the file, the reason, and what helps."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from hybridtron.file_errors import in_words, is_of_the_user, room_left
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device")
+    said = in_words(error, tmp_path / "not" / "there", needed=5 * 10**6)
+    assert said.startswith(f"{tmp_path}/not/there: No space left on device; 5.0 MB are needed, and ")
+    assert f"MB are free at {tmp_path}: make room there" in said
+    assert is_of_the_user(error)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOTDIR, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG])
+def test_what_a_user_can_mend_has_a_cure(number: int) -> None:
+    error = OSError(number, "refused", "/a/b")
+    assert in_words(error).startswith("/a/b: refused; ")
+    assert is_of_the_user(error)
+    assert room_left(error, Path("/")) == ""
+
+
+def test_what_a_user_can_not_mend_stays_as_it_is() -> None:
+    error = OSError(errno.EIO, "Input/output error")
+    assert in_words(error) == "[Errno 5] Input/output error"
+    assert not is_of_the_user(error)
+    assert in_words(OSError("no words")) == "no words"

@@ -18,7 +18,6 @@ from torch.nn.functional import normalize, silu
 from torch.utils._pytree import tree_leaves
 
 from hybridtron.device import compute_device
-from hybridtron.mixers.rwkv6 import read_before_step
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.dispatch import Op, force
@@ -145,6 +144,8 @@ def norm_inputs(rows: int, channels: int) -> tuple[RMSNormInputs, Tensor]:
 
 
 def our_rwkv6(given: tuple[GLAInputs, Tensor]) -> Tensor:
+    from hybridtron.mixers.rwkv6 import read_before_step  # imports megatron-core, which takes seconds
+
     with force(**({} if compute_device().type == "cpu" else {"gla_scan": TRITON})):
         return read_before_step(*given)[0]
 

@@ -89,20 +89,20 @@ _NORMS = "the norm's backward pass by its number of programs, beside torch's"
 _ATTENTION = "causal attention by torch's backends, and windows through FlexAttention"
 _FP8 = "steps in bf16 and in FP8 by Transformer Engine"
 PARTS = (
-    QueuePart("machine", "what else runs, settings, ceilings of copies, products and launches", "machine:machine", 20),
+    QueuePart("machine", "what else runs, settings, ceilings of copies, products and launches", "machine:machine", 25),
     _step("mamba2_1.3b", 60),
-    _step("gla_360m", 45),
-    QueuePart("norms", _NORMS, "norms:norms", 20, ("ops/norm/*.py", "ops/kernel_launch.py")),
+    _step("gla_360m", 40),
+    QueuePart("norms", _NORMS, "norms:norms", 25, ("ops/norm/*.py", "ops/kernel_launch.py")),
     _step("gdn_hybrid_412m", 45),
     _step("rwkv6_70m", 45),
-    _contest("gla", FLA, 45, "gla"),
+    _contest("gla", FLA, 40, "gla"),
     _step("samba_421m", 60),  # FlexAttention's kernels are compiled there
     _step("samba_1.3b", 60),
-    _contest("delta", FLA, 60, "delta"),
-    _contest("rwkv6", FLA, 45, "gla"),
+    _contest("delta", FLA, 55, "delta"),
+    _contest("rwkv6", FLA, 40, "gla"),
     _contest("ssd", FLA, 25, "ssd"),
-    _contest("conv", FLA, 15, "conv"),
-    _contest("gated_rms_norm", FLA, 15, "norm"),
+    _contest("conv", FLA, 20, "conv"),
+    _contest("gated_rms_norm", FLA, 20, "norm"),
     QueuePart("attention", _ATTENTION, "attention:attention", 30, ("ops/attention/*.py", "ops/flex_tiles.py")),
     _contest("ssd", MAMBA_SSM, 60, "ssd"),
     _contest("selective_scan", MAMBA_SSM, 30, "scan"),

@@ -21,6 +21,7 @@ from hybridtron.proving.gpu.queue.rows import DONE, FAILED, LEFT_OUT, WHY_CHARAC
 from hybridtron.requirements import is_there
 
 TIMED_OUT = 124
+REHEARSED_S = 120  # the limit of a part with tiny sizes, on a machine that may be slow and busy
 MARGIN_S = 0.5  # beside a part's limit: to end its process
 
 
@@ -96,10 +97,11 @@ class QueueRun:
                 self._end(part, LEFT_OUT, f"needs {', '.join(lacking)}")
                 continue
             left = self.seconds - (self.clock() - start)
-            if part.limit_s + MARGIN_S > left:
-                self.show(f"{part.name}: not begun, its limit of {part.limit_s} s is more than the {left:.0f} s left")
+            limit = self._limit(part)
+            if limit + MARGIN_S > left:
+                self.show(f"{part.name}: not begun, its limit of {limit} s is more than the {left:.0f} s left")
                 continue
-            self.show(f"{part.name}: at most {part.limit_s} s of the {left:.0f} s left")
+            self.show(f"{part.name}: at most {limit} s of the {left:.0f} s left")
             self._measure(part)
         return self.ended
 
@@ -108,7 +110,7 @@ class QueueRun:
         printed = self.log.stat().st_size if self.log.exists() else 0
         start = self.clock()
         try:
-            code = self.launch(self._command(part), self.log, part.limit_s)
+            code = self.launch(self._command(part), self.log, self._limit(part))
         except OSError as error:
             self._end(part, FAILED, reason(error))
             return
@@ -116,9 +118,12 @@ class QueueRun:
         if code == 0:
             self._end(part, DONE, "", seconds)
         elif code == TIMED_OUT:
-            self._end(part, FAILED, f"took longer than {part.limit_s} s", seconds)
+            self._end(part, FAILED, f"took longer than {self._limit(part)} s", seconds)
         else:
             self._end(part, FAILED, f"exit code {code}: {self._last_lines(printed)}", seconds)
+
+    def _limit(self, part: QueuePart) -> int:
+        return REHEARSED_S if self.tiny else part.limit_s
 
     def _command(self, part: QueuePart) -> list[str]:
         command = [sys.executable, "-m", f"{__package__}.child", part.name, str(self.rows)]

@@ -83,6 +83,7 @@ class Failures:
         """Make outcome.json, if there is none; before the ranks have joined, it is of an earlier start."""
         words: dict[str, Any] = {"outcome": outcome, "reason": reason, "rank": rank, "failed_exports": failed_exports}
         words |= asdict(self.progress)
+        del words["tokens"]  # metrics.jsonl has them
         words["seconds"] = round(time.monotonic() - words.pop("began"), 3)
         words["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(OSError):

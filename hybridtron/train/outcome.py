@@ -29,6 +29,7 @@ class Progress:
 
     step: int | None = None
     loss: float | None = None
+    tokens: int = 0
     validation: Mapping[str, float] | None = None
     began: float = field(default_factory=time.monotonic)
 

@@ -34,7 +34,7 @@ from hybridtron.train.preempt import StopRequests
 from hybridtron.train.profile import most_memory_gib, profiled
 from hybridtron.train.rollback import Rollback, RollbackRequested
 from hybridtron.train.run_folder import Preempted
-from hybridtron.train.sample import sample_text
+from hybridtron.train.sample import sample_report
 from hybridtron.train.sinks import Metrics
 from hybridtron.train.skipped_data import SkippedData
 from hybridtron.train.start import candidates, check_same_data, weights_of
@@ -207,7 +207,7 @@ class Trainer:
     def report(self, metrics: StepMetrics) -> None:
         if self.metrics is not None:
             self.metrics.write(metrics)
-        self.progress.step, self.progress.loss = metrics.step, metrics.loss
+        self.progress.step, self.progress.loss, self.progress.tokens = metrics.step, metrics.loss, metrics.tokens
         self.progress.validation = metrics.validation or self.progress.validation
 
     def train_step(self, step: int, phase: ResolvedPhase, batches: list[Batch], asked: float) -> StepMetrics:
@@ -296,5 +296,4 @@ class Trainer:
         announce_end(self.progress, self.run_dir, checkpoint)
         run = self.config.run
         if run.sample_tokens and self.groups.world_size == 1:
-            text = sample_text(self.engine.stages[0].model, checkpoint, run.sample_prompt, run.sample_tokens)
-            LOG.info("\na sample of %d tokens after %r:\n%s", run.sample_tokens, run.sample_prompt, text)
+            LOG.info(sample_report(self.engine.stages[0].model, checkpoint, run, self.progress.tokens))

@@ -9,8 +9,10 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from examples.muon_like.muon_like import MuonLike
@@ -21,6 +23,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import StepLoss
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.storage.digest import digest_of
+from hybridtron.train.sample import sample_report
 from tests.train.conftest import VOCAB, Train
 from tests.train.faults import ending_of, outcome_of
 
@@ -170,6 +173,20 @@ def test_another_model_is_refused_with_the_difference(
     assert "model.width" in capsys.readouterr().err
     assert (tmp_path / "run" / "config.yaml").read_text() == saved
     assert outcome_of(tmp_path / "run")["outcome"] == "finished"
+
+
+def test_the_sample_at_the_end_says_how_little_was_read(
+    train_small: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = SimpleNamespace(parameters=lambda: iter([torch.zeros(100, 10)]))
+    run = SimpleNamespace(sample_prompt="The ", sample_tokens=4)
+    monkeypatch.setattr("hybridtron.train.sample.sample_text", lambda *_: "The end")
+    said = sample_report(model, Path("unused"), run, 20)  # type: ignore[arg-type]
+    about = "a sample of 4 tokens after 'The '"
+    assert said == f"\n{about} (noise is expected: 20 tokens were read, 0.02 for each weight):\nThe end"
+    assert sample_report(model, Path("unused"), run, 1000) == f"\n{about}:\nThe end"  # type: ignore[arg-type]
+    assert train_small("run.max_steps=1", "run.sample_tokens=4") == 0
+    assert "(noise is expected: " in "".join(capsys.readouterr())
 
 
 def test_another_optimizer_is_refused_with_the_difference(

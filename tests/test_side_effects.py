@@ -14,6 +14,7 @@ MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "hybridtron").rglob("*.py")
 )
+OF_PROCESSES = ("__main__", "quiet")  # for a process of the package's own alone: its program, its server of workers
 IMPORTED = '''
 import ast, importlib, json, logging, os, pathlib, signal, sys, warnings
 
@@ -61,7 +62,9 @@ print(json.dumps({what: [one for one in after[what] if one not in before[what]] 
 @pytest.fixture(scope="module")
 def changed() -> dict[str, list[object]]:
     """What every module of the package together changes, after all that they import from others is there."""
-    asked = json.dumps({"root": str(ROOT), "modules": [name for name in MODULES if not name.endswith("__main__")]})
+    asked = json.dumps(
+        {"root": str(ROOT), "modules": [name for name in MODULES if name.rpartition(".")[2] not in OF_PROCESSES]}
+    )
     command = [sys.executable, "-c", IMPORTED, asked]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
@@ -71,3 +74,9 @@ def changed() -> dict[str, list[object]]:
 @pytest.mark.timeout(300)  # seconds of imports, and minutes on a busy machine
 def test_importing_all_of_it_changes_nothing(changed: dict[str, list[object]]) -> None:
     assert changed == {}
+
+
+def test_no_module_imports_what_is_for_processes_alone() -> None:
+    texts = {path: path.read_text() for path in (ROOT / "hybridtron").rglob("*.py")}
+    importing = ("parallel import quiet", "parallel.quiet import", "import hybridtron.parallel.quiet")
+    assert [path for path, text in texts.items() if any(words in text for words in importing)] == []

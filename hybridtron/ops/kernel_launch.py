@@ -49,7 +49,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, regi
 def programs_at_once(warps: int, resident: int) -> int:
     """Programs that an H100 runs at a time, where each multiprocessor holds `resident` warps and at least one program.
 
-    More would wait for these to end, and fewer leave too little in flight to read memory at its rate.
+    More would wait for these to end. Fewer leave too little in flight: a turn of a program waits for memory, and memory
+    is read at its rate only where each multiprocessor has asked for tens of kilobytes.
     """
     return PROCESSORS * max(1, resident // warps)
 

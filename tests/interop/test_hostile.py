@@ -211,3 +211,26 @@ def test_a_tokenizer_that_is_none(whole: Path, tmp_path: Path, capsys: pytest.Ca
     shutil.copytree(whole / "model", tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{")
     assert f"{tmp_path / 'model' / 'tokenizer.json'} can't be read" in refused(tmp_path / "model", capsys)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("settings", "named"), [({"lora_alpha": 10**400}, "lora_alpha"), ({"r": 10**400}, "r ")])
+def test_numbers_that_no_float_holds(
+    settings: dict[str, int], named: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"peft_type": "LORA", "r": 2, "lora_alpha": 4} | settings
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    command = ["import", "--input", str(tmp_path), "--base", str(whole / "model"), "--output", str(tmp_path / "back")]
+    assert main(command) == 2
+    assert f"has {named}" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(20)
+def test_thousands_of_unknown_layers(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rules of the base are made once, not for each of them."""
+    shutil.copy(whole / "adapter" / "adapter_config.json", tmp_path)
+    names = [f"base_model.model.model.layers.{number}.unknown.lora_A.weight" for number in range(3000)]
+    save_file({name: torch.ones(2, 2) for name in names}, tmp_path / "adapter_model.safetensors")
+    command = ["import", "--input", str(tmp_path), "--base", str(whole / "model"), "--output", str(tmp_path / "back")]
+    assert main(command) == 2
+    assert "is used by no rule" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""How the program that trains ends: of what a user can mend, a message alone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.save import SaveError
+from hybridtron.cli import train
+
+MESSAGE = "3 checkpoints in a row could not be written"
+
+
+def ended(error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+    """What is said of an error that ends training."""
+
+    def failing(_: list[str]) -> int:
+        raise error
+
+    def left(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(train, "main", failing)
+    monkeypatch.setattr(os, "_exit", left)
+    with pytest.raises(SystemExit) as end:
+        train.program([])
+    assert end.value.code == 1
+    return capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [SaveError, BrokenCheckpoint])
+def test_what_a_user_can_mend_has_no_traceback(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(kind(MESSAGE), monkeypatch, capfd) == f"{MESSAGE}\n"
+
+
+def test_a_fault_of_ours_has_one(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "Traceback" in ended(KeyError("x"), monkeypatch, capfd)

@@ -40,6 +40,7 @@ from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_pha
 from hybridtron.planning.rates import GPUS, UNSEEN
 from hybridtron.planning.share_balance import imbalance, token_costs
 from hybridtron.train.phase_table import (
+    cost,
     phase_table,
     print_changes,
     rates_of,
@@ -178,6 +179,8 @@ def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None)
         console.print(f"\n{title}" if title else "", highlight=False)
         console.print(table)
     print_changes(config, console)
+    for line in cost(config):
+        console.print(line, highlight=False)
     console.print(f"Not counted: {UNSEEN}.", highlight=False)
     if fitting is not None:
         for line in _left_out(config, fitting):
@@ -238,9 +241,9 @@ def _traffic_table(config: Config, made: Plan) -> Table:
     if config.parallel.context > 1:
         table.title += f"; the last share of a row of one document computes {_imbalance(config):.2f} times the mean"
     costs = [sum(chunk.forward_cost for chunk in rank.chunks) for rank in made.ranks]
-    for rank, cost in zip(made.ranks, costs, strict=True):
+    for rank, computed in zip(made.ranks, costs, strict=True):
         parts = dataclasses.astuple(rank.traffic)
-        table.add_row(str(rank.rank), *map(_gigabytes, (*parts, rank.traffic.total)), f"{cost / max(costs):.0%}")
+        table.add_row(str(rank.rank), *map(_gigabytes, (*parts, rank.traffic.total)), f"{computed / max(costs):.0%}")
     return table
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridtron.config.units import readable
-from hybridtron.evaluate.pictures import picture
+from hybridtron.evaluate.pictures import picture, require_format
 from hybridtron.limits import path_of
 from hybridtron.problems import Unusable
 from hybridtron.requirements import demand
@@ -32,13 +32,14 @@ def main(arguments: list[str]) -> int:
     )
     chosen = parser.parse_args(arguments)
     demand("plot")
+    output = chosen.output or chosen.run / "loss.png"
+    require_format(output)
     metrics = chosen.run / "metrics.jsonl"
     if not metrics.is_file():
         raise Unusable(f"{chosen.run} is not the folder of a run: it has no metrics.jsonl")
     lines = read_lines(metrics)
     if not lines:
         raise Unusable(f"{metrics} holds no step yet")
-    output = chosen.output or chosen.run / "loss.png"
     draw(chosen.run.resolve().name, lines, output)
     print(output)
     return 0

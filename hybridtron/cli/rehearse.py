@@ -21,6 +21,7 @@ from typing import Any
 
 from hybridtron.config.check import require, warnings
 from hybridtron.config.load import load
+from hybridtron.evaluate.pictures import require_format
 from hybridtron.limits import path_of
 from hybridtron.planning.memory import largest_phase
 from hybridtron.planning.rates import GPUS
@@ -74,6 +75,8 @@ def main(arguments: list[str]) -> int:
         return rehearse_suite.main(arguments)
     chosen = parse(arguments)
     demand("rehearse", *(["plot"] if chosen.picture else []))
+    if chosen.picture:
+        require_format(chosen.picture)
     packages = (*([] if chosen.without_packages else rehearsal.INSTALLED), *chosen.package)
     config = load(chosen.settings)
     world = chosen.gpus or config.parallel.model_ranks

@@ -20,11 +20,13 @@ when all is trained but an export that phases.N.export asks for could not be wri
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
+import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from hybridtron.cli import lean_imports
@@ -75,8 +77,21 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, ExportsFailed, Preempted) as end:
         if launched().rank == 0:
             print(end, file=sys.stderr)
+        if isinstance(end, ConfigError):
+            tell_torchrun(str(end))
         return EXIT_CODES[type(end)]
     return 0
+
+
+def tell_torchrun(reason: str) -> None:
+    """Leave the reason where torchrun looks for it, whose own report of 50 lines then ends with it.
+
+    That report can't be had shorter, and it hides what a process has printed before.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"message": {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": int(time.time())}}}
+        with suppress(OSError):  # it was said on the standard error too
+            Path(file).write_text(json.dumps(about))
 
 
 def program(arguments: list[str]) -> int:

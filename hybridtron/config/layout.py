@@ -184,8 +184,10 @@ def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
     times = f" times parallel.context={parallel.context}" if parallel.context > 1 else ""
     message = (
         f"is {parallel.tensor}, times parallel.pipeline={parallel.pipeline}{times} makes {model_ranks} ranks a model, "
-        f"which {world_size} processes can't be shared into: start {fitting}"
+        f"which {world_size} process{'es' * (world_size != 1)} can't be shared into: start {fitting}"
     )
+    if world_size == 1:
+        message += f", by torchrun --nproc-per-node {model_ranks} -m hybridtron train ..."
     return [Problem("parallel.tensor", message)]
 
 

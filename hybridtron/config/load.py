@@ -40,6 +40,7 @@ from hybridtron.config.outside import (
     OutsideFile,
     chosen,
     groups_of,
+    is_file,
     is_path,
     own_folder,
 )
@@ -160,7 +161,8 @@ def _known(group: str, configs: Path) -> list[str]:
 
 def _recipe_meant(configs: Path, text: str) -> str | None:
     """The recipe that an argument names which is not of the form key=value."""
-    if is_path(text) and (path := Path(text).absolute()).is_file():
+    if is_path(text) and is_file(text):
+        path = Path(text).absolute()
         inside = path.is_relative_to(folder := (configs / "recipe").absolute())
         return path.relative_to(folder).with_suffix("").as_posix() if inside else text
     return text if text in _known("recipe", configs) else None

@@ -80,7 +80,8 @@ def unknown_key(config: DictConfig, key: str) -> Problem | None:
         where = ".".join(parts[:depth]) or "the configuration"
         if isinstance(node, ListConfig):
             if not (name.isdigit() and int(name) < len(node)):
-                return Problem(key, f"{where} has no entry {name!r}; it has {len(node)}, numbered from 0")
+                more = "; further phases are written into a recipe" if where == "phases" else ""
+                return Problem(key, f"{where} has no entry {name!r}; it has {len(node)}, numbered from 0{more}")
             node = node[int(name)]
         elif isinstance(node, DictConfig) and name in node.keys():  # noqa: SIM118 (a key without value is not `in`)
             node = node._get_node(name)

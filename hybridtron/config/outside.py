@@ -83,6 +83,14 @@ def is_path(name: str) -> bool:
     return name.endswith((".yaml", ".yml")) or name.startswith(("./", "../", "/", "~"))
 
 
+def is_file(path: str) -> bool:
+    """Whether a file is there; a name that no file can have names none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a group is set to: a name, and the file that it stands for where that was named by a path."""
@@ -115,7 +123,7 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
         file = OutsideFile("recipe" if group == "model" else group, path, text)
         keys = file.node
     except (FileNotFoundError, NotADirectoryError):
-        near = f"{path}.yaml" if Path(f"{path}.yaml").is_file() else Path(path).stem
+        near = f"{path}.yaml" if is_file(f"{path}.yaml") else Path(path).stem
         hint = did_you_mean(near, [near] if near != Path(path).stem else names)
         raise ConfigError([Problem(group, f"names {path}, and there is no such file{hint}")]) from None
     except (OSError, ValueError, RuntimeError, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -129,7 +137,7 @@ def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
     """A name that neither the package nor the user's configs/ has, with the nearest."""
     near = difflib.get_close_matches(name, names, NEAREST, cutoff=0)
     known = f"have: {', '.join(names)}" if len(names) <= NEAREST else f"nearest: {', '.join(near)}"
-    path = next((path for path in (f"./{name}", f"./{name}.yaml") if Path(path).is_file()), "./NAME.yaml")
+    path = next((path for path in (f"./{name}", f"./{name}.yaml") if is_file(path)), "./NAME.yaml")
     meant = did_you_mean(name, names)
     return Problem(group, f"has no {name!r}{meant}; {known}; or a file of your own: {group}={path}")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config, Source
-from hybridtron.config.units import parse_tokens
+from hybridtron.config.units import parse_tokens, readable
 from hybridtron.data.check_vocabulary import meaning_problems
 from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder
 from hybridtron.data.mixture_spec import MixtureSource, Opened, mixture_of, mixture_source, reading_plan
@@ -22,6 +22,7 @@ from hybridtron.data.prepare.corpus import sizes
 from hybridtron.problems import Problem
 from hybridtron.storage.remote import is_url
 
+MOST_SENSIBLE = 100  # times that a text is read: nobody who learns of more wants that
 EMBEDDED_PATH = "data/embedded-{}"  # by the vocabulary's size
 # Where configs/data looks for text of one's own.
 RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi", "data/language", "data/code", "data/pg19")
@@ -160,7 +161,12 @@ def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> li
     except ValueError:
         return []  # reported by the phase's own rules
     reads = {one.source: one.epochs or 0.0 for one in reading_plan(found, tokens)}
-    return _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
+    problems = _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
+    has = min(one.folder.manifest.vocab_size for one in found)
+    if problems and 2 * has <= phase.model.vocab_size:  # no mistake by itself, but here it is other text that is meant
+        other = f"its vocabulary of {has} is not that of model.vocab_size={phase.model.vocab_size} either"
+        return [Problem(problem.key, f"{problem.message}; {other}") for problem in problems]
+    return problems
 
 
 def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: str) -> list[Problem]:
@@ -171,6 +177,9 @@ def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: s
         return []
     key = phase.key("data.epochs")
     cure = f"{key}={enough} allows it, {phase.own_key('tokens')} or more text makes it fewer"
+    if reads[source] > MOST_SENSIBLE:
+        fewer = readable(0.99 * parse_tokens(phase.settings.tokens) * most / reads[source])  # rounded, still allowed
+        cure = f"use more text, or {phase.own_key('tokens')}={fewer}, which reads it as often as that"
     times = f"{phase.settings.name} reads the source {source} {reads[source]:,.1f} times"
     return [Problem(key, f"allows {most:g}, and {times}: {cure}")]
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridtron.problems import Unusable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -23,6 +25,15 @@ def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
         trained = lines[0]["length"] - seq_len if name == "remembrance" else seq_len
         if trained >= 0:
             axes.axvline(trained, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
+
+
+def require_format(output: Path) -> None:
+    """Raise Unusable for a file whose ending is no format of matplotlib's, before anything is computed for it."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if (ending := output.suffix.removeprefix(".")) not in FigureCanvasBase.filetypes:
+        known = ", ".join(sorted(FigureCanvasBase.filetypes))
+        raise Unusable(f"{output} ends in {ending or 'nothing'!r}, which is no format of pictures: use one of {known}")
 
 
 @contextmanager

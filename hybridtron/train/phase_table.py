@@ -67,7 +67,9 @@ def phase_table(config: Config) -> Table:
     """One row a phase."""
     peak = config.cluster.peak_tflops
     hours = () if peak is None else ("GPU-hours",)
-    table = table_of("phase", "steps", "tokens", "rows", "micro", "seq_len", "rate", "FLOPs/token", "FLOPs", *hours)
+    table = table_of(
+        "phase", "steps", "tokens", "rows", "micro", "seq_len", "learning rate", "FLOPs/token", "FLOPs", *hours
+    )
     phases = resolve(config)
     for phase in phases:
         settings = phase.settings
@@ -81,12 +83,18 @@ def phase_table(config: Config) -> Table:
             rows,
             str(settings.micro_batch),
             str(settings.seq_len),
-            " to ".join(f"{rate:.3g}" for rate in rates_of(phases, phase)),
+            " to ".join(map(_rate, rates_of(phases, phase))),
             readable(amount / phase.tokens),
             f"{amount:.3g}",
             *(() if peak is None else (readable(amount / (MFU * peak * 1e12) / 3600),)),
         )
     return table
+
+
+def _rate(rate: float) -> str:
+    """`4e-4`, whatever its size, so that the rates of a row can be compared."""
+    mantissa, _, exponent = f"{rate:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if rate else "0"
 
 
 def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[float]:

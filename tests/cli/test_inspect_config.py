@@ -113,3 +113,15 @@ def test_a_world_that_does_not_fit_is_refused():
     assert "start 4 or 8" in result.stderr
     for wrong in (("--gpus", "0"), ("--fit", "much")):
         assert run(*wrong).returncode == 2
+
+
+def test_hours_come_with_what_they_assume():
+    printed = run("recipe=samba_421m").stdout
+    assert "GPU-hours on h100, at 40% of 989 TFLOP/s (a guess)" in printed
+    assert "4.19e-6 to 4e-4 to 4e-5" in printed
+
+
+def test_one_process_for_two_ranks_is_told_what_starts_two():
+    result = run("recipe=samba_421m", "parallel.tensor=2", "--gpus", "1")
+    assert result.returncode == 2
+    assert "start 2, by torchrun --nproc-per-node 2 -m hybridtron train" in result.stderr

@@ -72,3 +72,12 @@ def test_learning_rates_of_a_sweep_are_on_a_logarithmic_axis(values: list[str], 
     set_places(axes, {value: float(value) for value in values})
     assert axes.get_xscale() == scale
     assert [label.get_text() for label in axes.get_xticklabels()] == values
+
+
+@pytest.mark.parametrize("name", ["loss.xyz", "loss", "loss.png.part"])
+def test_a_format_that_there_is_not(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8, "loss": 2.0}\n')
+    assert main(["plot", str(tmp_path), "--output", str(tmp_path / name)]) == 2
+    assert "use one of" in (said := capsys.readouterr().err)
+    assert "png, " in said
+    assert not (tmp_path / name).exists()

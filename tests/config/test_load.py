@@ -90,6 +90,7 @@ def test_letters_and_options_can_be_added():
         ("tests/live.py", "tests/live.py", "not of the form key=value"),
         ("--config-dir=here", "--config-dir=here", "recipe=./mine.yaml"),
         ("phases.3.lr=1", "phases.3.lr", "numbered from 0"),
+        ("phases.1={lr: 1}", "phases.1", "further phases are written into a recipe"),
         ("model.width=wide", "model.width", "a whole number"),
         ("run.seed=1.5", "run.seed", "a whole number"),
         ("data.documents=cut", "data.documents", "isolate, join"),

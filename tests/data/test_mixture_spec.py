@@ -203,6 +203,20 @@ def test_a_source_is_read_as_often_as_is_said(toy: TokenFolder) -> None:
     assert not problems(config)
 
 
+def test_a_text_far_too_small_is_not_to_be_read_thousands_of_times(toy: TokenFolder) -> None:
+    config = config_of(toy.path)
+    config.data.epochs, config.phases[1].name = 1.0, "second"
+    config.phases[0].tokens = "8"
+    config.phases[1].tokens = "20M"
+    config.model.vocab_size = 2 * toy.manifest.vocab_size
+    (problem,) = problems(config)
+    assert "data.epochs=" not in problem.message
+    assert f"its vocabulary of {toy.manifest.vocab_size} is not that of model.vocab_size" in problem.message
+    advised = problem.message.partition("phases.1.tokens=")[2].partition(",")[0]
+    config.phases[1].tokens = advised
+    assert not problems(config), advised
+
+
 def keys(*arguments: str) -> list[str]:
     return [problem.key for problem in problems(load([*arguments, "run.dir=run"]))]
 

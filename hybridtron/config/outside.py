@@ -172,12 +172,12 @@ def without_package(folders: Collection[Path]) -> list[Path]:
 
 def copy_into(configs: Path, own: Path | None, files: Collection[OutsideFile]) -> None:
     """Add the user's files to a copy of the package's configs/, which is complete then."""
-    for group in groups_of(configs):
-        for source in (own / group / f"{name}.yaml" for name in files_of(own, group)) if own else ():
-            target = configs / source.relative_to(own)
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(source.read_bytes())
+    places = [f"{group}/{name}.yaml" for group in groups_of(configs) if own for name in files_of(own, group)]
+    for place in places:
+        target = configs / place
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((OWN / place).read_bytes())
     for file in files:
         head = "" if _PACKAGE.search(file.text) else f"# @package {file.package}\n"
         (configs / file.group / f"{file.name}.yaml").write_text(head + file.text)

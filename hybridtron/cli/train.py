@@ -78,12 +78,12 @@ def main(arguments: list[str]) -> int:
         if launched().rank == 0:
             print(end, file=sys.stderr)
         if isinstance(end, ConfigError):
-            tell_torchrun(str(end))
+            report_to_torchrun(str(end))
         return EXIT_CODES[type(end)]
     return 0
 
 
-def tell_torchrun(reason: str) -> None:
+def report_to_torchrun(reason: str) -> None:
     """Leave the reason where torchrun looks for it, whose own report of 50 lines then ends with it.
 
     That report can't be had shorter, and it hides what a process has printed before.

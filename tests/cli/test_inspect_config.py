@@ -121,7 +121,7 @@ def test_hours_come_with_what_they_assume():
     assert "4.19e-6 to 4e-4 to 4e-5" in printed
 
 
-def test_one_process_for_two_ranks_is_told_what_starts_two():
+def test_what_starts_two_processes_is_named():
     result = run("recipe=samba_421m", "parallel.tensor=2", "--gpus", "1")
     assert result.returncode == 2
     assert "start 2, by torchrun --nproc-per-node 2 -m hybridtron train" in result.stderr

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from hybridtron.cli.main import quiet
 from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
@@ -28,6 +27,7 @@ from hybridtron.parallel.groups import barrier, start
 from hybridtron.planning.count import count
 from hybridtron.proving.measuring import BenchReport, Seconds, times
 from hybridtron.proving.steps import Steps, checked, one_process, random_batches
+from hybridtron.requirements import hide_known_warnings
 
 RANKS = 2
 SHARED, WHOLE = "2 processes", "1 process, 2 threads"
@@ -145,7 +145,7 @@ def processes(quick: bool) -> Iterator[list[Connection]]:
 
 def of_share(connection: Connection, meeting: str, launch: ProcessLaunch, quick: bool) -> None:
     """A process's life."""
-    quiet()
+    hide_known_warnings()
     torch.set_num_threads(1)
     configs = {model: config_of(model, quick, f"parallel.context={RANKS}") for model in MODELS}
     groups = start(configs["Mamba"].parallel, meeting, launch)

@@ -78,13 +78,14 @@ def _around(text: str, place: int) -> str:
 
 
 def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
-    theirs = dataclasses.asdict(right.meta)
+    theirs: dict[str, Any] = dataclasses.asdict(right.meta)
     for name, value in dataclasses.asdict(left.meta).items():
-        if isinstance(value, dict) and isinstance(theirs[name], dict):
-            for key in {**value, **theirs[name]}:
-                yield f"{name}.{key}", value.get(key), theirs[name].get(key)
+        other = theirs[name]
+        if isinstance(value, dict) and isinstance(other, dict):
+            for key in {**value, **other}:
+                yield f"{name}.{key}", value.get(key), other.get(key)
         else:
-            yield name, value, theirs[name]
+            yield name, value, other
     lines = [to_yaml(one.config).splitlines() for one in (left, right)]
     for ours in dict.fromkeys(lines[0]):
         if ours not in lines[1]:

@@ -24,17 +24,17 @@ def is_of_the_user(error: OSError) -> bool:
     return error.errno in CURES or error.errno in FULL
 
 
-def in_words(error: OSError, place: Path | None = None, needed: int | None = None) -> str:
-    """Name the file, or the place that was written to, with what would help; `needed` is what it takes in bytes."""
+def in_words(error: OSError, place: Path | None = None) -> str:
+    """Name the file, or the place that was written to, with what would help."""
     where = error.filename if error.filename is not None else place
     text = str(error) if where is None or error.strerror is None else f"{where}: {error.strerror}"
     if error.errno in FULL:
-        return f"{text}{room_left(error, Path(where) if where else Path.cwd(), needed)}"
+        return f"{text}{room_left(error, Path(where) if where else Path.cwd())}"
     return f"{text}; {CURES[error.errno]}" if error.errno in CURES else text
 
 
 def room_left(error: Exception, place: Path, needed: int | None = None) -> str:
-    """Say how much room a disk has that is full, and what to do; nothing for another error."""
+    """Say how much room a full disk has, of the bytes that are needed, and what to do; nothing for another error."""
     if not (isinstance(error, OSError) and error.errno in FULL):
         return ""
     there = next((folder for folder in (place, *place.parents) if folder.is_dir()), Path("/"))

@@ -12,8 +12,9 @@ from hybridtron.file_errors import in_words, is_of_the_user, room_left
 
 def test_a_full_disk(tmp_path: Path) -> None:
     error = OSError(errno.ENOSPC, "No space left on device")
-    said = in_words(error, tmp_path / "not" / "there", needed=5 * 10**6)
-    assert said.startswith(f"{tmp_path}/not/there: No space left on device; 5.0 MB are needed, and ")
+    said = in_words(error, tmp_path / "not" / "there")
+    assert said.startswith(f"{tmp_path}/not/there: No space left on device; ")
+    assert room_left(error, tmp_path, 5 * 10**6).startswith("; 5.0 MB are needed, and ")
     assert f"MB are free at {tmp_path}: make room there" in said
     assert is_of_the_user(error)
 

@@ -193,7 +193,8 @@ class Saver:
                     chunks += written[1]
             values = {"files": {name: asdict(file) for name, file in files.items()}, "chunks": chunks}
         except (OSError, NotFinite) as error:
-            why = f"{type(error).__name__}: {error}{room_left(error, temporary)}"
+            needed = sum(one.data.nbytes for of_file in content.blocks.values() for one in of_file)
+            why = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"
             values = {"failure": f"process {self.groups.rank}: {why}"}
             for unfinished in temporary.glob(f"*-{self.groups.rank:05}.safetensors"):
                 unfinished.unlink(missing_ok=True)  # on a full disk they leave no room for the list

@@ -192,6 +192,7 @@ def test_training_ends_after_a_number_of_failed_saves(
         saver.settle()
     said = capsys.readouterr().err
     assert "at step 2 (1 of 2): OSError: process 0: OSError: [Errno 28]" in said
+    assert "MB are needed, and " in said
     assert f"MB are free at {tmp_path / 'checkpoints'}" in said
     assert "make room there" in said
     assert list(tmp_path.glob("checkpoints/.step-*")) == []  # it would take the room that is missing

@@ -36,7 +36,8 @@ class _Turn(torch.autograd.Function):
         made = []
         for x_BLGN, bias_HN in zip(tokens, (k_bias_HN, q_bias_HN), strict=True):
             wide = at_least_fp32(x_BLGN)
-            x_BLHN = (wide.unsqueeze(3) + bias_HN.to(wide.dtype).unflatten(0, (x_BLGN.shape[2], -1))).flatten(2, 3)
+            by_group = wide.unsqueeze(3) + bias_HN.to(wide.dtype).unflatten(0, (x_BLGN.shape[2], -1))
+            x_BLHN = _even(by_group.flatten(2, 3))
             _pairs(x_BLHN, angles_BLHS.shape[3]).mul_(there_BLHS)
             made.append(x_BLHN.to(x_BLGN.dtype))
         ctx.save_for_backward(angles_BLHS, *made)
@@ -51,12 +52,22 @@ class _Turn(torch.autograd.Function):
         of_angles_BLHS, of_tokens, of_biases = torch.zeros_like(angles_BLHS), [], []
         for grad_BLHN, y_BLHN, kind in zip(grads, made, ctx.kinds, strict=True):
             wide = torch.empty(grad_BLHN.shape, dtype=back_BLHS.real.dtype, device=grad_BLHN.device).copy_(grad_BLHN)
-            of_pairs, pairs = (_pairs(t, angles_BLHS.shape[3]) for t in (wide, at_least_fp32(y_BLHN)))
+            wide, y_BLHN = _even(wide), _even(at_least_fp32(y_BLHN))
+            of_pairs, pairs = (_pairs(t, angles_BLHS.shape[3]) for t in (wide, y_BLHN))
             of_angles_BLHS += (pairs.conj() * of_pairs).imag
             of_pairs.mul_(back_BLHS)
             of_tokens.append(wide.unflatten(2, (ctx.groups, -1)).sum(3).to(grad_BLHN.dtype))
             of_biases.append(wide.sum((0, 1)).to(kind))
         return *of_tokens, *of_biases, of_angles_BLHS
+
+
+def _even(x_BLHN: Tensor) -> Tensor:
+    """The same numbers, copied unless channels lie side by side and begin at even places, as complex numbers do."""
+    *strides, last = x_BLHN.stride()
+    if last == 1 and not any(stride % 2 for stride in strides):
+        return x_BLHN
+    size = x_BLHN.shape[3]
+    return x_BLHN.new_empty(*x_BLHN.shape[:3], size + size % 2)[..., :size].copy_(x_BLHN)
 
 
 def _pairs(x_BLHN: Tensor, angles: int) -> Tensor:

@@ -27,10 +27,10 @@ def angle_inputs(length: int = 80, documents: list[list[int]] | None = None, dty
     return AngleInputs(steps.requires_grad_(), rates.requires_grad_(), document_index(documents))
 
 
-def turn_inputs(dtype: torch.dtype = torch.float64) -> TurnInputs:
+def turn_inputs(dtype: torch.dtype = torch.float64, groups: int = 2, size: int = 10) -> TurnInputs:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    k, q = torch.randn(2, 2, 9, 2, 10, dtype=dtype).unbind(0)
-    k_bias, q_bias = torch.randn(2, 4, 10, dtype=wide).unbind(0)
+    k, q = torch.randn(2, 2, 9, groups, size, dtype=dtype).unbind(0)
+    k_bias, q_bias = torch.randn(2, 4, size, dtype=wide).unbind(0)
     found = (k, q, k_bias, q_bias, 3 * torch.randn(2, 9, 4, 3, dtype=wide))
     return TurnInputs(*(tensor.detach().requires_grad_() for tensor in found))
 
@@ -95,8 +95,26 @@ def test_gradients_of_turns_are_the_slopes(form: str) -> None:
 
 @pytest.mark.parametrize("fast", ["complex", "native"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2**-7)])
-def test_fast_turns_equal_the_reference(fast: str, dtype: torch.dtype, tolerance: float) -> None:
-    inputs, found = turn_inputs(dtype), {}
+@pytest.mark.parametrize("inputs", ["as made", "odd channels", "tokens first", "channels first"])
+def test_fast_turns_equal_the_reference(fast: str, dtype: torch.dtype, tolerance: float, inputs: str) -> None:
+    assert_fast_turns_equal(fast, laid_out(inputs, dtype), tolerance)
+
+
+def laid_out(how: str, dtype: torch.dtype) -> TurnInputs:
+    """Odd channels are no complex numbers in memory; in the last two the axes are in another order there."""
+    if how == "odd channels":
+        return turn_inputs(dtype, size=7)
+    if how == "as made":
+        return turn_inputs(dtype)
+    made = turn_inputs(dtype, groups=1)
+    order = (1, 0, 2, 3) if how == "tokens first" else (3, 2, 0, 1)
+    back = [order.index(axis) for axis in range(4)]
+    moved = (t.detach().permute(order).contiguous().permute(back).requires_grad_() for t in made[:2])
+    return TurnInputs(*moved, *made[2:])
+
+
+def assert_fast_turns_equal(fast: str, inputs: TurnInputs, tolerance: float) -> None:
+    found = {}
     for form in ("reference", fast):
         with force(turn_pairs=form):
             k, q = turn_pairs(inputs)

@@ -103,15 +103,15 @@ class Mamba3Spec(MixerSpec):
         return super().flops(model, seq_len) | {"ssd": ssd, "turns": 12 * heads * self.angles}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # z, x, x by its steps, y, the gate and its product with y; y normed, and by the norm's weight; B and C as
-        # projected, in rows, normed and in fp32, and by head; in fp32 angles, some 14 numbers a head, the rates twice
+        # z, x, x in rows, y, the gate and its product with y; y normed, and by the norm's weight; B and C as
+        # projected, in rows, normed, and by head; in fp32 angles, some 12 numbers a head, the rates twice
         inner, heads = self.inner(model), self.num_heads(model)
-        by_head = 2 * heads * self.state + model.wide * heads * (self.angles + 14)
-        groups = (6 + 2 * model.wide) * self.groups * self.state
+        by_head = 2 * heads * self.state + model.wide * heads * (self.angles + 12)
+        groups = 6 * self.groups * self.state
         return (8 if self.norm else 6) * inner + groups + by_head + 2 * model.wide * self.angles
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        groups = (6 + 2 * model.wide) * self.groups * self.state if self.groups % tensor else 0
+        groups = 6 * self.groups * self.state if self.groups % tensor else 0
         return 2 * model.wide * self.angles + groups
 
     def backward_values(self, model: ModelSizes) -> int:

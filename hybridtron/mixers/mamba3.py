@@ -1,12 +1,14 @@
 """Mamba-3 (equations in `architecture/mamba3.py`): a trapezoid's two ends in one pass of SSD's recurrence.
 
-The end of a step and the start of the next hold the same token, decayed alike by all that sees both. With
-next_t = (1 - lambda_{t+1}) delta_{t+1} of the token that follows in the same document and row, else 0:
+The end of a step and the start of the next hold the same token, decayed alike by all later tokens, which see both. The
+token itself sees the end of its own step alone. With next_t = (1 - lambda_{t+1}) delta_{t+1} of the token that follows
+in the same document and row, else 0:
 
-    v_t = (lambda_t delta_t + next_t) x_t,   y = recurrence(q = C, k = B, v)_t + (D - next_t B_t . C_t) x_t
+    h_t = exp(delta_t A_t) h_{t-1} + (lambda_t delta_t + next_t) x_t B_t^T
+    y_t = (exp(delta_t A_t) h_{t-1} + lambda_t delta_t x_t B_t^T) C_t + D x_t
 
-as the token itself does not see the start of the next step yet. Nothing later than t enters y_t. The row's first step
-begins at the token before the row, which adds to the state that comes in: (1 - lambda_0) delta_0 x_{-1} B_{-1}^T.
+So nothing later than t enters y_t, in no type: next_t is in later sums alone. The row's first step begins at the
+token before the row, which adds to the state that comes in: (1 - lambda_0) delta_0 x_{-1} B_{-1}^T.
 """
 
 from __future__ import annotations
@@ -93,22 +95,18 @@ class Mamba3(Mixer):
         """What this rank's heads read (B, L, H, P), D x with it, and their state after the row."""
         B_bias_HN, C_bias_HN = self.B_bias.squeeze(1), self.C_bias.squeeze(1)
         k_BLHN, q_BLHN = turn_pairs(TurnInputs(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, turns.angles_BLHS))
-        next_BLH = of_next_token(steps.start_BLH, seq.documents_BL)
-        step_BLH = steps.end_BLH + next_BLH
-        skip_BLH = self.D - next_BLH * products_by_head(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN)
+        step_BLH = steps.end_BLH + of_next_token(steps.start_BLH, seq.documents_BL)
         last_B = B_BLGN[:, -1].repeat_interleave(self.heads // B_BLGN.shape[2], dim=1) + B_bias_HN
         new = {"last_B": last_B.to(B_BLGN.dtype), "last_x": x_BLHP[:, -1]}
         first_BHPN = first_step(new, before, steps.start_BLH[:, 0], turns.begin_BHS, seq)
-        given = DecayInputs(q_BLHN, k_BLHN, x_BLHP, steps.g_BLH, None, seq.documents_BL, step_BLH, skip_BLH)
-        run = given
-        if seq.share is not None:  # with the steps in the values: each of the two runs would make them for itself
-            run = read_twice(given.with_steps(x_BLHP.dtype), seq)
+        given = DecayInputs(
+            q_BLHN, k_BLHN, x_BLHP, steps.g_BLH, None, seq.documents_BL, step_BLH, steps.end_BLH, self.D
+        )
+        given = read_twice(given, seq)
         y_BLHP, last_BHPN = scan_from(
-            lambda h_BHPN: decay_scan(run._replace(state_BHPN=summed(h_BHPN, first_BHPN))), before.get("ssm"), seq,
+            lambda h_BHPN: decay_scan(given._replace(state_BHPN=summed(h_BHPN, first_BHPN))), before.get("ssm"), seq,
             lambda: decay_total(given),
         )  # fmt: skip
-        if seq.share is not None:
-            y_BLHP = given.skipped(y_BLHP)
         back_BH1S = -turns.angles_BLHS[:, -1].unsqueeze(2)
         return y_BLHP, {"ssm": turned(last_BHPN, back_BH1S), **new}
 
@@ -176,13 +174,3 @@ def summed(h_BHPN: Tensor | None, added_BHPN: Tensor | None) -> Tensor | None:
     if h_BHPN is None or added_BHPN is None:
         return added_BHPN if h_BHPN is None else h_BHPN
     return added_BHPN + h_BHPN
-
-
-def products_by_head(B_BLGN: Tensor, C_BLGN: Tensor, B_bias_HN: Tensor, C_bias_HN: Tensor) -> Tensor:
-    """(B + its bias) . (C + its bias) of every head (B, L, H), which turns leave as it is; no head is made for it."""
-    groups = B_BLGN.shape[2]
-    B_BLGN, C_BLGN = at_least_fp32(B_BLGN), at_least_fp32(C_BLGN)
-    B_bias_GRN, C_bias_GRN = (bias.to(B_BLGN.dtype).unflatten(0, (groups, -1)) for bias in (B_bias_HN, C_bias_HN))
-    found_BLGR = torch.einsum("blgn,grn->blgr", B_BLGN, C_bias_GRN) + torch.einsum("blgn,grn->blgr", C_BLGN, B_bias_GRN)
-    found_BLGR = found_BLGR + (B_BLGN * C_BLGN).sum(-1, keepdim=True) + (B_bias_GRN * C_bias_GRN).sum(-1)
-    return found_BLGR.flatten(2)

@@ -25,7 +25,7 @@ class Chunk(Protocol):
     def backward(
         self, state: Tensor, grad_y: Tensor, grad_state: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Gradients of the inputs by token (B, T, ...), of the parameters, and of the state before the chunk."""
+        """Gradients of the inputs by token (B, T, ...), of parameters that are there, and of the state before it."""
         ...
 
 
@@ -73,6 +73,6 @@ class ScanOfChunks(torch.autograd.Function):
                 if grad_BL is not None and grad_BT is not None:
                     grad_BL[:, tokens] = grad_BT
             totals = [a + b for a, b in zip(totals, of_parameters, strict=True)] if totals else list(of_parameters)
-        parameters = fields[len(token_grads) : -1]
-        parameter_grads = (total.to(p.dtype) for total, p in zip(totals, parameters, strict=True))
+        parameters, of_those_given = fields[len(token_grads) : -1], iter(totals)
+        parameter_grads = (None if p is None else next(of_those_given).to(p.dtype) for p in parameters)
         return None, grad_state, *token_grads, *parameter_grads, None

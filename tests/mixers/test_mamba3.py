@@ -13,8 +13,11 @@ from torch.testing import assert_close
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba3 import Mamba3Spec
 from hybridtron.mixers.base import build_mixer
-from hybridtron.mixers.mamba3 import Mamba3, trapezoid
+from hybridtron.mixers.mamba3 import Mamba3, Trapezoid, Turns, trapezoid
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.registry import torch_alone
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
+from hybridtron.ops.turns import AngleInputs, angles
 from hybridtron.parallel.linear import SINGLE_RANK
 from tests.conftest import seq_info
 
@@ -168,6 +171,41 @@ def test_strong_decays_forget_and_blur_nothing() -> None:
     exact = mixer(x, None, seq_info(1, 200)).y_LBD
     found = mixer.float()(x.float(), None, seq_info(1, 200)).y_LBD
     assert (found - exact).norm() <= 2e-5 * exact.norm()
+
+
+def test_an_odd_state_needs_no_compiler() -> None:
+    """Its last entry has no other to turn with."""
+    spec = Mamba3Spec(state=7, head_dim=8)
+    mixer, x = mixer_of(spec, 0.5), torch.randn(9, 1, SIZES.width, dtype=torch.float64)
+    with force(**torch_alone()):
+        found = mixer(x, None, seq_info(1, 9)).y_LBD
+        found.sum().backward()
+    assert_close(found[:, 0], published(mixer, x[:, 0], [])[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["reference", "chunked", "native"])
+def test_large_steps_of_the_next_token_cost_bf16_no_digits(form: str) -> None:
+    """Of 44, where y would be a difference of numbers that are hundreds of times as large."""
+    torch.manual_seed(0)
+    spec, sizes = Mamba3Spec(state=32, head_dim=16), ModelSizes(width=32, num_sublayers=2)
+    mixer = build_mixer(spec, sizes, SINGLE_RANK)
+    assert isinstance(mixer, Mamba3)
+    B, C, x = (torch.randn(1, 4, *shape).bfloat16() for shape in ((1, 32), (1, 32), (4, 16)))
+    for weight in (mixer.B_bias, mixer.C_bias, mixer.D):
+        weight.data.fill_(1)
+    step = torch.tensor([0.1, 0.1, 44.0, 0.1]).view(1, 4, 1).expand(1, 4, 4)
+    steps = trapezoid(torch.expm1(step.double()).log(), torch.zeros(1, 4, 4), torch.zeros(1, 4, 4))
+    turns = Turns(angles(AngleInputs(steps.delta_BLH, torch.ones(1, 4, spec.angles))))
+
+    def read(kind: torch.dtype) -> Tensor:
+        wide = torch.float64 if kind == torch.float64 else torch.float32
+        given = (Trapezoid(*(part.to(wide) for part in steps)), Turns(turns.angles_BLHS.to(wide)))
+        tokens = (part.to(kind) for part in (x, B, C))
+        with force(decay_scan=form):
+            return mixer.to(wide).scan(*tokens, *given, {}, seq_info(1, 4))[0].double()
+
+    exact = read(torch.float64)[:, 1]
+    assert (read(torch.bfloat16)[:, 1] - exact).norm() <= 2**-8 * exact.norm()
 
 
 def test_groups_and_angles_that_do_not_fit_are_refused() -> None:

@@ -42,6 +42,23 @@ def interpreter() -> Iterator[None]:
         _forget_kernels()
 
 
+@pytest.fixture
+def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter multiplies bf16 as the integers that it holds them in; in fp32 the products are exact."""
+    if compute_device().type == "cuda":
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest) -> TensorHandle:
+        a, b = (self.cast_impl(t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
+        return multiply(self, a, b, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
 KERNELS = re.compile(r"hybridtron\.ops\.\w+\.kernels\w*|hybridtron\.ops\.(kernel_launch|gate_kernels)")
 _AGAIN: dict[Callable[..., object], object] = {}
 

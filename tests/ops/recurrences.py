@@ -99,12 +99,12 @@ def ssd_inputs(
 
 
 def decay_inputs(*sizes: Any, **named: Any) -> DecayInputs:
-    """The tokens and the state of SSD's inputs, with steps and skips of tokens for parameters."""
+    """The tokens, D and the state of SSD's inputs, with steps of tokens for the other parameters."""
     made = ssd_inputs(*sizes, **named)
-    x, dt, _, B, C, _, _, state, _ = (t if t is None else t.detach() for t in made)
-    step, skip = normal(2, *dt.shape)
-    fields = {"q_BLGN": C, "k_BLGN": B, "v_BLHP": x, "g_BLH": -dt.exp(), "state_BHPN": state}
-    return random_inputs(DecayInputs, x.dtype, **fields, step_BLH=step, skip_BLH=skip)
+    x, dt, _, B, C, D, _, state, _ = (t if t is None else t.detach() for t in made)
+    step, own_step = normal(2, *dt.shape)
+    fields = {"q_BLGN": C, "k_BLGN": B, "v_BLHP": x, "g_BLH": -dt.exp(), "state_BHPN": state, "D_H": D}
+    return random_inputs(DecayInputs, x.dtype, **fields, step_BLH=step, own_step_BLH=own_step)
 
 
 def gla_inputs(

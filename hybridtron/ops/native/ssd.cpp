@@ -7,8 +7,8 @@ template <class S> static int forward(Ssd<S> *of, int threads) {
 
 template <class S> static int backward(Ssd<S> *of, int threads) {
   if (!backward_all<S, Ssd<S>, SegmentOfHeads<S>>(of, threads)) return 1;
-  if (of->A)
-    for (S *sums : {of->grad_A, of->grad_D, of->grad_bias}) add_up(sums, of->rows, of->heads);
+  for (S *sums : {of->grad_A, of->grad_D, of->grad_bias})
+    if (sums) add_up(sums, of->rows, of->heads);
   return 0;
 }
 

@@ -3,7 +3,8 @@
 //     h_t = a_t h_{t-1} + b_t (delta_t x_t)^T,   y_t = c_t h_t + D x_t
 //     a_t = exp(delta_t A),   delta_t = softplus(dt_t + bias)
 //
-// Without A, a_t = exp(g_t) of g_t in the place of dt_t, and delta_t and D are given for each token, or are 1 and 0.
+// Without A, a_t = exp(g_t) of g_t in the place of dt_t, and delta_t is given for each token, or is 1. Then a token may
+// see itself otherwise than later ones see it: with w_i in the place of delta_i where j = i.
 //
 // A segment is at most CHUNK tokens of one document. With L_t the sum of delta A up to t, E_ij = exp(L_i - L_j) for
 // j <= i and zero above, and T the last token:
@@ -20,6 +21,8 @@
 //     dg_t = sum over pairs i >= t > j of F_ij X_ij delta_j                      (g_t = delta_t A lies between i and j)
 //            + sum_{i >= t} exp(L_i) c_i . h_in dy_i + sum_{j < t} exp(L_T - L_j) delta_j b_j . dh x_j
 //            + exp(L_T) dh . h_in
+//
+// With w the terms of a token with itself have w_i for delta_i, and dw_i = F_ii X_ii, which ddelta_i is then without.
 //
 // The pairs are summed as they stand: sums of all i >= t less those of all j >= t would cancel. L is float64, so that
 // a strong decay does not blur those that follow it, and the products that a segment does not need are left out: a
@@ -38,12 +41,12 @@ constexpr int64_t STEP = 16;  // rows of a triangle that are made together
 template <class S> struct Ssd {
   int64_t rows, length, heads, size, groups, states, unit, whole_rows;
   Tokens x, dt, b, c, y;
-  Tokens step, skip;      // delta and D of tokens; may be null, and are with A
+  Tokens step, own;       // delta and w of tokens; may both be null, and are with A
   const uint8_t *starts;  // (rows, length), or null where no document begins in a row
-  const S *A, *D, *bias;  // A times log2(e); all three or none
+  const S *A, *D, *bias;  // A times log2(e); without A no bias, and D may be null
   S *state;               // the first on entry, the last on return; backward: of the gradients
   S *kept;                // (rows, chunks, heads, states, padded); null where no gradient will be asked for
-  Tokens grad_y, grad_x, grad_dt, grad_b, grad_c, grad_step, grad_skip;
+  Tokens grad_y, grad_x, grad_dt, grad_b, grad_c, grad_step, grad_own;
   S *grad_A, *grad_D, *grad_bias;  // (rows, heads), as A, D and bias are; zeros on entry
   S *shares;                       // (rows, units, length, 2, states) where units of a row are shared among threads
 
@@ -63,10 +66,10 @@ template <class S> struct SegmentOfHeads {
   S *scores, *of_scores, *pairs, *inner;                       // (CHUNK, CHUNK): c . b, their gradients, F delta, X
   S *x, *grad, *made, *scaled;                                 // (CHUNK, padded)
   S *x_turned, *grad_turned;                                   // (padded, CHUNK)
-  S *delta, *slope, *skip, *of_dt, *of_step, *of_skip;         // (unit, CHUNK)
+  S *delta, *slope, *own, *of_dt, *of_step, *of_own;           // (unit, CHUNK)
   S *since, *to_end, *crossing, *from_pairs, *from_state, *from_next;  // (CHUNK,)
   double *sums;                                                // (CHUNK,)
-  S whole;
+  S whole, D;
   int64_t row, first, group, start, tokens, filled, head;
   bool sees, feeds;  // whether there is a state before it, and one after it
 
@@ -85,7 +88,7 @@ template <class S> struct SegmentOfHeads {
     take(of.states, {&b_turned, &c_turned, &of_b_turned, &of_c_turned, &found});
     take(CHUNK, {&scores, &of_scores, &pairs, &inner});
     take(padded, {&x, &grad, &made, &scaled, &x_turned, &grad_turned});
-    take(of.unit, {&delta, &slope, &skip, &of_dt, &of_step, &of_skip});
+    take(of.unit, {&delta, &slope, &own, &of_dt, &of_step, &of_own});
     take(1, {&since, &to_end, &crossing, &from_pairs, &from_state, &from_next});
   }
 
@@ -151,16 +154,12 @@ template <class S> struct SegmentOfHeads {
     }
   }
 
-  // delta of all heads and its slope, and D; the rows of dt go where their gradients will be
+  // delta of all heads and its slope, and w; the rows of dt go where their gradients will be
   void steps() {
     read_heads(of_dt, of.dt);
     for (int64_t h = 0; h < of.unit; h++)
-      for (int64_t t = 0; t < filled; t++) {
-        delta[h * CHUNK + t] = slope[h * CHUNK + t] = 1;
-        skip[h * CHUNK + t] = of.D ? of.D[first + h] : 0;
-      }
-    if (of.step.data) read_heads(delta, of.step);
-    if (of.skip.data) read_heads(skip, of.skip);
+      for (int64_t t = 0; t < filled; t++) delta[h * CHUNK + t] = slope[h * CHUNK + t] = 1;
+    if (of.step.data) read_heads(delta, of.step), read_heads(own, of.own);
     for (int64_t h = 0; of.A && h < of.unit; h++) {
       for (int64_t t = 0; t < filled; t += Lanes<S>::W) {
         const V<S> shifted = load(of_dt + h * CHUNK + t) + of.bias[first + h];
@@ -173,7 +172,7 @@ template <class S> struct SegmentOfHeads {
 
   // The next head: its decays, and its tokens
   void enter_head(int64_t number) {
-    head = first + number;
+    head = first + number, D = of.D ? of.D[head] : 0;
     double sum = 0;
     for (int64_t t = 0; t < tokens; t++) {
       const int64_t at = number * CHUNK + t;

@@ -2,13 +2,15 @@
 #pragma once
 #include "ssd_forward.h"
 
-// What comes back through the pairs of a segment: to the scores, and to x . s and g of each token
-template <class S> static void through_pairs(SegmentOfHeads<S> &s, const S *delta) {
+// What comes back through the pairs of a segment: to the scores, and to x . s and g of each token, and to w
+template <class S> static void through_pairs(SegmentOfHeads<S> &s, const S *delta, const S *own, S *of_own) {
   constexpr int64_t W = Lanes<S>::W;
   S *open = s.scaled;  // for each j, the sum of all pairs with i from the present row on
   for (int64_t j = 0; j < s.filled; j += W) store(s.from_pairs + j, V<S>{}), store(open + j, V<S>{});
   for (int64_t i = s.tokens - 1; i >= 0; i--) {
     V<S> before = V<S>{};
+    const int64_t self = i * CHUNK + i;
+    const S of_others = s.of_scores[self], of_later = s.from_pairs[i];
     for (int64_t j = 0; j < s.wide(i); j += W) {
       const int64_t at = i * CHUNK + j;
       const V<S> decay = s.between(i, j), step = load(delta + j), of_score = decay * load(s.inner + at);
@@ -17,6 +19,10 @@ template <class S> static void through_pairs(SegmentOfHeads<S> &s, const S *delt
       store(s.of_scores + at, load(s.of_scores + at) + of_score * step);
       store(s.from_pairs + j, load(s.from_pairs + j) + pair), store(open + j, sum);
       before += s.below(i, j, sum);
+    }
+    if (s.of.own.data) {
+      s.pairs[self] = s.scores[self] * own[i], of_own[i] = s.scores[self] * s.inner[self];
+      s.of_scores[self] = of_others + s.inner[self] * own[i], s.from_pairs[i] = of_later;
     }
     s.crossing[i] = total<S>(before);
   }
@@ -40,14 +46,15 @@ template <class S> static void add_by_token(const SegmentOfHeads<S> &s, S *to, c
     }
 }
 
-template <class S> static void gradients_of_x(SegmentOfHeads<S> &s, const S *delta, const S *skip) {
+template <class S> static void gradients_of_x(SegmentOfHeads<S> &s, const S *delta) {
   const int64_t padded = s.padded;
+  const S D = s.D;
   const Matrix<S> made{s.made, padded};
   if (s.feeds) product<S, false>(made, {s.b, s.across, 1}, {s.state(), padded}, s.tokens, padded, s.of.states);
   for (int64_t t = 0; t < s.tokens; t++) {
     const S factor = s.to_end[t] * delta[t];
     for (int64_t k = t * padded; k < (t + 1) * padded; k += Lanes<S>::W)
-      store(s.made + k, (s.feeds ? load(s.made + k) * factor : V<S>{}) + load(s.grad + k) * skip[t]);
+      store(s.made + k, (s.feeds ? load(s.made + k) * factor : V<S>{}) + load(s.grad + k) * D);
   }
   s.over_rows([&](int64_t j, int64_t rows) {
     product<S, true>({s.made + j * padded, padded}, {s.pairs + j * CHUNK + j, 1, CHUNK}, {s.grad + j * padded, padded},
@@ -92,7 +99,7 @@ template <class S> static S previous_state(SegmentOfHeads<S> &s, const S *before
   return total<S>(shared);
 }
 
-// Gradients of dt, step and skip, and the sums for A, D and bias
+// Gradients of dt and step, and the sums for A, D and bias
 template <class S> static void gradients_of_steps(SegmentOfHeads<S> &s, int64_t number, S carried) {
   const int64_t place = s.row * s.of.heads + s.head;
   const S *delta = s.delta + number * CHUNK, *slope = s.slope + number * CHUNK;
@@ -101,14 +108,15 @@ template <class S> static void gradients_of_steps(SegmentOfHeads<S> &s, int64_t 
   for (int64_t t = s.tokens - 1; t >= 0; t--) s.crossing[t] += after += s.from_state[t];
   for (int64_t t = 0; t < s.tokens; t++) {
     const S of_g = s.crossing[t] + before;
-    const S of_step = s.from_pairs[t] + s.from_next[t], of_skip = s.inner[t * CHUNK + t];
+    const S of_step = s.from_pairs[t] + s.from_next[t];
     const S of_dt = s.of.A ? (of_step + of_g * A) * slope[t] : of_g;
     before += delta[t] * s.from_next[t];
     const int64_t at = number * CHUNK + t;
-    s.of_dt[at] = of_dt, s.of_step[at] = of_step, s.of_skip[at] = of_skip;
-    of_A += of_g * delta[t], of_bias += of_dt, of_D += of_skip;
+    s.of_dt[at] = of_dt, s.of_step[at] = of_step;
+    of_A += of_g * delta[t], of_bias += of_dt, of_D += s.inner[t * CHUNK + t];
   }
-  if (s.of.A) s.of.grad_A[place] += of_A, s.of.grad_D[place] += of_D, s.of.grad_bias[place] += of_bias;
+  if (s.of.A) s.of.grad_A[place] += of_A, s.of.grad_bias[place] += of_bias;
+  if (s.of.D) s.of.grad_D[place] += of_D;
 }
 
 template <class S> static void backward_head(SegmentOfHeads<S> &s, int64_t number, int64_t chunk) {
@@ -121,13 +129,13 @@ template <class S> static void backward_head(SegmentOfHeads<S> &s, int64_t numbe
     product<S, false>({s.inner + i * CHUNK, CHUNK}, {s.grad + i * s.padded, s.padded, 1}, {s.x_turned, CHUNK}, rows,
                       s.wide(i), s.of.size);
   });
-  through_pairs(s, delta);
-  gradients_of_x(s, delta, s.skip + number * CHUNK);
+  through_pairs(s, delta, s.own + number * CHUNK, s.of_own + number * CHUNK);
+  gradients_of_x(s, delta);
   through_states(s, delta, before);
   gradients_of_steps(s, number, previous_state(s, before));
 }
 
-// Gradients of b, c, dt, step and skip of a segment, from what all heads of the unit have added
+// Gradients of b, c, dt, delta and w of a segment, from what all heads of the unit have added
 template <class S> static void end_segment(SegmentOfHeads<S> &s, int64_t chunk) {
   const int64_t across = s.across, local = (s.start - chunk * CHUNK) * across;
   S *of_b = s.of_b + local, *of_c = s.of_c + local;
@@ -143,8 +151,7 @@ template <class S> static void end_segment(SegmentOfHeads<S> &s, int64_t chunk) 
                      s.tokens - i);
   });
   s.write_heads(s.of_dt, s.of.grad_dt);
-  if (s.of.step.data) s.write_heads(s.of_step, s.of.grad_step);
-  if (s.of.skip.data) s.write_heads(s.of_skip, s.of.grad_skip);
+  if (s.of.step.data) s.write_heads(s.of_step, s.of.grad_step), s.write_heads(s.of_own, s.of.grad_own);
 }
 
 template <class S> static void backward_chunk(SegmentOfHeads<S> &s, int64_t row, int64_t unit, int64_t chunk) {

@@ -12,6 +12,7 @@ of the op and (B, G, N, V) inside: a group's heads side by side, as most product
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -40,11 +41,11 @@ def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 @untraced
 def chunked_decay(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    """The same of tokens that bring their decays and steps."""
+    """The recurrence of tokens that bring their decays and steps, likewise."""
     if inputs.v_BLHP.shape[1] <= 1:
         return decay_scan(inputs)
-    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, skip_BLH = inputs
-    row = DecayChunkedRow(v_BLHP, g_BLH, k_BLGN, q_BLGN, step_BLH, skip_BLH, document_starts(documents_BL))
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, own_step_BLH, D_H = inputs
+    row = DecayChunkedRow(v_BLHP, g_BLH, k_BLGN, q_BLGN, step_BLH, own_step_BLH, D_H, document_starts(documents_BL))
     return _over_chunks(row, initial_state(v_BLHP, k_BLGN, state_BHPN))
 
 
@@ -141,10 +142,11 @@ class DecayChunkedRow(NamedTuple):
     k_BLGN: Tensor
     q_BLGN: Tensor
     step_BLH: Tensor | None
-    skip_BLH: Tensor | None
+    own_step_BLH: Tensor | None
+    D_H: Tensor | None
     starts_BL: Tensor | None
 
-    PARAMETERS = 0
+    PARAMETERS = 1
 
     def chunks(self) -> list[slice]:
         return chunks_of(self.v_BLHP, CHUNK)
@@ -153,9 +155,9 @@ class DecayChunkedRow(NamedTuple):
         """A few tokens in the type to compute in."""
         wide, groups = wide_type(self.v_BLHP), self.k_BLGN.shape[2]
         v_BTHP = self.v_BLHP[:, tokens].to(wide)
-        step_BTH1, skip_BTH1 = (
-            None if factor_BLH is None else factor_BLH[:, tokens].to(wide).unsqueeze(3)
-            for factor_BLH in (self.step_BLH, self.skip_BLH)
+        step_BTH1, own_step_BTH1 = (
+            None if step_BLH is None else step_BLH[:, tokens].to(wide).unsqueeze(3)
+            for step_BLH in (self.step_BLH, self.own_step_BLH)
         )
         starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
         core = DecayChunk(
@@ -164,41 +166,66 @@ class DecayChunkedRow(NamedTuple):
             _grouped(v_BTHP if step_BTH1 is None else step_BTH1 * v_BTHP, groups),
             self.g_BLH[:, tokens].transpose(1, 2).unflatten(1, (groups, -1)),
             Sight.of(v_BTHP.shape[1], v_BTHP.device, starts_BT),
+            see_themselves=own_step_BTH1 is None,
         )
-        return GivenChunk(v_BTHP, step_BTH1, skip_BTH1, core)
+        D_H1 = None if self.D_H is None else self.D_H.to(wide).unsqueeze(1)
+        return GivenChunk(v_BTHP, step_BTH1, own_step_BTH1, D_H1, core)
 
 
 @dataclass
 class GivenChunk:
-    """T tokens as the recurrence takes them; without steps these are 1, and without skips nothing passes by it."""
+    """T tokens as the recurrence takes them; without steps these are 1, and without D nothing passes by it.
+
+    With c = q . k of a token, itself it sees as (own_step c + D) v: the core then leaves that out.
+    """
 
     v_BTHP: Tensor
     step_BTH1: Tensor | None
-    skip_BTH1: Tensor | None
+    own_step_BTH1: Tensor | None
+    D_H1: Tensor | None
     core: DecayChunk
 
     def forward(self, state_BGNV: Tensor) -> tuple[Tensor, Tensor]:
         y_BTHP = self.core.outputs(state_BGNV).transpose(1, 2).reshape(self.v_BTHP.shape)
-        if self.skip_BTH1 is not None:
-            y_BTHP = y_BTHP.addcmul(self.skip_BTH1, self.v_BTHP)
+        if (worth_BTH1 := self._own_worth) is not None:
+            y_BTHP = y_BTHP.addcmul(worth_BTH1, self.v_BTHP)
         return y_BTHP, self.core.next_state(state_BGNV)
 
     def backward(
         self, state_BGNV: Tensor, grad_y_BTHP: Tensor, grad_state_BGNV: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Gradients of (v, g, k, q, step, skip), of no parameters, and of the state before the chunk."""
-        of = self.core.backward(state_BGNV, _grouped(grad_y_BTHP, state_BGNV.shape[1]), grad_state_BGNV)
-        of_v_BTHP, of_g_BTH = (
-            of.v_BGTV.transpose(1, 2).reshape(self.v_BTHP.shape),
-            of.g_BGRT.flatten(1, 2).transpose(1, 2),
-        )
-        of_step_BTH = of_skip_BTH = None
+        """Gradients of (v, g, k, q, step, own_step), of D, and of the state before the chunk."""
+        of_worth_BTH = of_own_step_BTH = of_scores_BTH = of_step_BTH = None
+        if self._own_worth is not None:
+            of_worth_BTH = (grad_y_BTHP * self.v_BTHP).sum(-1)
+        if self.own_step_BTH1 is not None and of_worth_BTH is not None:
+            of_own_step_BTH = of_worth_BTH * self._own_scores.squeeze(3)
+            of_scores_BTH = of_worth_BTH * self.own_step_BTH1.squeeze(3)
+        grad_y_BGTV = _grouped(grad_y_BTHP, state_BGNV.shape[1])
+        of = self.core.backward(state_BGNV, grad_y_BGTV, grad_state_BGNV, of_scores_BTH)
+        of_v_BTHP = of.v_BGTV.transpose(1, 2).reshape(self.v_BTHP.shape)
+        of_g_BTH = of.g_BGRT.flatten(1, 2).transpose(1, 2)
         if self.step_BTH1 is not None:
             of_step_BTH, of_v_BTHP = (of_v_BTHP * self.v_BTHP).sum(-1), of_v_BTHP * self.step_BTH1
-        if self.skip_BTH1 is not None:
-            of_skip_BTH, of_v_BTHP = (grad_y_BTHP * self.v_BTHP).sum(-1), of_v_BTHP.addcmul(self.skip_BTH1, grad_y_BTHP)
-        of_tokens = of_v_BTHP, of_g_BTH, of.k_BGTN.transpose(1, 2), of.q_BGTN.transpose(1, 2), of_step_BTH, of_skip_BTH
-        return of_tokens, (), of.state_BGNV
+        if self._own_worth is not None:
+            of_v_BTHP = of_v_BTHP.addcmul(self._own_worth, grad_y_BTHP)
+        of_k_q = of.k_BGTN.transpose(1, 2), of.q_BGTN.transpose(1, 2)
+        of_D = () if self.D_H1 is None or of_worth_BTH is None else (of_worth_BTH.sum((0, 1), dtype=torch.float64),)
+        return (of_v_BTHP, of_g_BTH, *of_k_q, of_step_BTH, of_own_step_BTH), of_D, of.state_BGNV
+
+    @cached_property
+    def _own_worth(self) -> Tensor | None:
+        """What of itself a token sees beside the core: own_step c + D (B, T, H, 1), or (H, 1)."""
+        if self.own_step_BTH1 is None:
+            return self.D_H1
+        worth_BTH1 = self.own_step_BTH1 * self._own_scores
+        return worth_BTH1 if self.D_H1 is None else worth_BTH1 + self.D_H1
+
+    @cached_property
+    def _own_scores(self) -> Tensor:
+        """q . k of every token with itself, of each head (B, T, H, 1)."""
+        scores_BGT = (self.core.q_BGTN * self.core.k_BGTN).sum(-1)
+        return scores_BGT.transpose(1, 2).repeat_interleave(self.core.heads, dim=2).unsqueeze(3)
 
 
 def _grouped(x_BTHP: Tensor, groups: int) -> Tensor:

@@ -23,8 +23,10 @@ Backward, with E_ij = exp(S_i - S_j) where i sees j and dh the gradient of h_out
 as g_t is in S_i for all i >= t, and in S_T - S_j for all j < t. In code the pairs' sum is that over all i >= t less
 that over all j >= t ("gain"), where pairs that both follow t cancel.
 
-Heads of a group share q and k, so that most products are one per group. Not here: what makes q, k, v and g
-(`chunked`), and one decay per channel (`gla`), whose exponents can't be taken out of the product of q and k.
+Heads of a group share q and k, so that most products are one per group. Where tokens see themselves otherwise than
+later ones see them, the first sums of y and of the gradients are over j < i alone, and what a token sees of itself is
+not here. Nor are what makes q, k, v and g (`chunked`), and one decay per channel (`gla`), whose exponents can't be
+taken out of the product of q and k.
 
 Legend: B rows, T tokens of the chunk, G groups, R heads of a group, H = G R heads, N key size, P value size, V = R P.
 """
@@ -87,10 +89,13 @@ class DecayGradients(NamedTuple):
 
 
 class DecayChunk:
-    """T tokens, and what one computes from them and the state before them."""
+    """T tokens, and what one computes from them and the state before them; y with or without the tokens' own part."""
 
-    def __init__(self, q_BGTN: Tensor, k_BGTN: Tensor, v_BGTV: Tensor, g_BGRT: Tensor, sight: Sight) -> None:
+    def __init__(
+        self, q_BGTN: Tensor, k_BGTN: Tensor, v_BGTV: Tensor, g_BGRT: Tensor, sight: Sight, see_themselves: bool = True
+    ) -> None:
         self.q_BGTN, self.k_BGTN, self.v_BGTV, self.sight = q_BGTN, k_BGTN, v_BGTV, sight
+        self.seen_BTT = sight.tokens_BTT if see_themselves else sight.tokens_BTT.tril(-1)
         self.heads = g_BGRT.shape[2]
         self.sum_BGRT = self._over_tokens(g_BGRT.double(), sight.tokens_BTT.mT)
         last_BGR1 = self.sum_BGRT[..., -1:]
@@ -112,9 +117,17 @@ class DecayChunk:
             kept_BGNV.masked_fill_(~self.sight.through_B1[:, None, None], 0)
         return kept_BGNV.add_(self.k_BGTN.mT @ self._times(self.v_BGTV, self.to_end_BGRT.mT))
 
-    def backward(self, state_BGNV: Tensor, grad_y_BGTV: Tensor, grad_state_BGNV: Tensor) -> DecayGradients:
-        """From the gradients of y and of the state after the chunk, those of all inputs and of the state before it."""
+    def backward(
+        self, state_BGNV: Tensor, grad_y_BGTV: Tensor, grad_state_BGNV: Tensor, of_own_scores_BTH: Tensor | None = None
+    ) -> DecayGradients:
+        """From the gradients of y and of the state after the chunk, those of all inputs and of the state before it.
+
+        And from those of q . k of every token with itself, where this is not in y.
+        """
         grad_scores_BGTT, grad_v_BGTV, gain_BGRT = self._backward_within(grad_y_BGTV)
+        if of_own_scores_BTH is not None:
+            of_own_BTG = of_own_scores_BTH.unflatten(2, (-1, self.heads)).sum(3)
+            grad_scores_BGTT.diagonal(dim1=2, dim2=3).copy_(of_own_BTG.mT)
         seen_BGTV = self._seen_state(state_BGNV)
         gain_BGRT += self._of_heads(seen_BGTV.mul_(grad_y_BGTV)).sum(-1).mT
         decayed_grad_BGTV = self._times(grad_y_BGTV, self.since_start_BGRT.mT)
@@ -155,7 +168,7 @@ class DecayChunk:
     def between(self) -> Tensor:
         """exp(S_i - S_j) where i sees j (B, G, R, T, T)."""
         exponent_BGRTT = self.sum_BGRT.unsqueeze(-1) - self.sum_BGRT.unsqueeze(-2)
-        return decays(exponent_BGRTT, self.sight.tokens_BTT[:, None, None], self.v_BGTV.dtype)
+        return decays(exponent_BGRTT, self.seen_BTT[:, None, None], self.v_BGTV.dtype)
 
     def _seen_state(self, state_BGNV: Tensor) -> Tensor:
         """What the state before the chunk adds to y."""

@@ -9,6 +9,7 @@ Legend: B rows, L tokens, H heads, P head size, G groups, N state size; K parts 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +39,12 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     x, B, C = (t.to(shared) for t in (x_BLHP, B_BLGN, C_BLGN))
     A, D, dt_bias = (t.float() for t in (A_H, D_H, dt_bias_H))
     state = None if state_BHPN is None else state_BHPN.float()
-    y_BLHP, last_BHPN = _TritonSSD.apply(x, dt_BLH, A, B, C, D, dt_bias, state, _counted(documents_BL))
+    y_BLHP, last_BHPN = _TritonSSD.apply(x, dt_BLH, A, B, C, D, dt_bias, state, _counted(documents_BL), None, None)
     return y_BLHP.to(x_BLHP.dtype), last_BHPN
 
 
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    """The same without parameters: the log decays stand in the place of dt."""
+    """By the scan's kernels: the log decays stand in the place of dt."""
     slices = ceil_div(inputs.v_BLHP.shape[3], MAX_HEAD)
     y_BLHP, last_BHPN = _decay_scan(inputs if slices == 1 else _sliced(inputs, slices))
     if slices > 1:
@@ -56,20 +57,23 @@ def _sliced(inputs: DecayInputs, slices: int) -> DecayInputs:
     """Wide heads as several with the same decays, as no value has to do with another; of one group as before."""
     v_BLHP, state_BHPN = inputs.v_BLHP.unflatten(3, (slices, -1)).flatten(2, 3), inputs.state_BHPN
     state = None if state_BHPN is None else state_BHPN.unflatten(2, (slices, -1)).flatten(1, 2)
-    by_head = inputs.g_BLH, inputs.step_BLH, inputs.skip_BLH
-    g_BLH, step_BLH, skip_BLH = (None if t is None else t.repeat_interleave(slices, dim=2) for t in by_head)
+    by_head = (inputs.g_BLH, 2), (inputs.step_BLH, 2), (inputs.own_step_BLH, 2), (inputs.D_H, 0)
+    g_BLH, step_BLH, own_step_BLH, D_H = (
+        None if t is None else t.repeat_interleave(slices, dim=axis) for t, axis in by_head
+    )
     assert g_BLH is not None
-    return DecayInputs(inputs.q_BLGN, inputs.k_BLGN, v_BLHP, g_BLH, state, inputs.documents_BL, step_BLH, skip_BLH)
+    tokens = inputs.q_BLGN, inputs.k_BLGN, v_BLHP, g_BLH
+    return DecayInputs(*tokens, state, inputs.documents_BL, step_BLH, own_step_BLH, D_H)
 
 
 def _decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, *_ = inputs.with_steps(inputs.v_BLHP.dtype)
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, *steps, D_H = inputs
     shared = functools.reduce(torch.promote_types, (t.dtype for t in (q_BLGN, k_BLGN, v_BLHP)))
     v, k, q = (t.to(shared) for t in (v_BLHP, k_BLGN, q_BLGN))
-    none_H = v.new_zeros(v.shape[2], dtype=torch.float32)
+    D = v.new_zeros(v.shape[2], dtype=torch.float32) if D_H is None else D_H.float()
     state = None if state_BHPN is None else state_BHPN.float()
-    y_BLHP, last_BHPN = _TritonSSD.apply(v, g_BLH, None, k, q, none_H, None, state, _counted(documents_BL))
-    return inputs.skipped(y_BLHP.to(v_BLHP.dtype)), last_BHPN
+    y_BLHP, last_BHPN = _TritonSSD.apply(v, g_BLH, None, k, q, D, None, state, _counted(documents_BL), *steps)
+    return y_BLHP.to(v_BLHP.dtype), last_BHPN
 
 
 def _counted(documents_BL: Tensor | None) -> Tensor | None:
@@ -90,12 +94,7 @@ class _TritonSSD(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_BLHP: Tensor, grad_last_BHPN: Tensor) -> tuple[Tensor | None, ...]:
-        row = SSDRow(*ctx.saved_tensors)
-        *grads, grad_state_BHPN, _ = backward(row, grad_y_BLHP.contiguous(), grad_last_BHPN.contiguous())
-        of_given: list[Tensor | None] = [*grads]
-        if row.given:
-            of_given[2] = of_given[6] = None  # A and dt_bias
-        return *of_given, None if row.state_BHPN is None else grad_state_BHPN, None
+        return backward(SSDRow(*ctx.saved_tensors), grad_y_BLHP.contiguous(), grad_last_BHPN.contiguous())
 
 
 def forward(row: SSDRow) -> tuple[Tensor, Tensor]:
@@ -105,21 +104,24 @@ def forward(row: SSDRow) -> tuple[Tensor, Tensor]:
     return _outputs(row, decays, before_BCHPN), last_BHPN
 
 
-def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> SSDInputs:
-    """From the gradients of y and of the state after the row those of the op's inputs, in their places."""
+def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> tuple[Tensor | None, ...]:
+    """From the gradients of y and of the state after the row those of the inputs, in their places."""
     decays = Decays.of(row)
     before_BCHPN, _ = _states_before(row, decays)
     after_BCHPN, grad_state_BHPN, through_BCH = _gradients_after(row, decays, dy_BLHP, before_BCHPN, grad_last_BHPN)
     grad_x_BLHP, by_token = _token_gradients(row, decays, dy_BLHP, before_BCHPN, after_BCHPN)
     grad_C = _group_gradient(row, decays, dy_BLHP, row.x_BLHP, row.B_BLGN, before_BCHPN, reverse=False)
     grad_B = _group_gradient(row, decays, row.x_BLHP, dy_BLHP, row.C_BLGN, after_BCHPN, reverse=True)
-    grad_dt_BLH, (grad_A, grad_D, grad_dt_bias) = _step_gradients(row, decays, by_token, through_BCH)
-    return SSDInputs(grad_x_BLHP, grad_dt_BLH, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state_BHPN)
+    grad_dt_BLH, of_steps, (grad_A, grad_D, grad_dt_bias) = _step_gradients(row, decays, by_token, through_BCH)
+    parameters = (None, grad_B, grad_C, grad_D, None) if row.given else (grad_A, grad_B, grad_C, grad_D, grad_dt_bias)
+    grad_state = None if row.state_BHPN is None else grad_state_BHPN
+    return grad_x_BLHP, grad_dt_BLH, *parameters, grad_state, None, *of_steps
 
 
 class Decays(NamedTuple):
-    """What `ssd_forward.decays` makes of dt and A."""
+    """What `kernels_forward.decays` makes of dt and A, or of steps; `itself` is what to point at without own steps."""
 
+    itself_BHL: Tensor
     delta_BHL: Tensor
     high_BHL: Tensor
     low_BHL: Tensor
@@ -130,12 +132,14 @@ class Decays(NamedTuple):
     @staticmethod
     def of(row: SSDRow) -> Decays:
         length, heads, _ = row.lengths()
-        per_token = [row.per_token() for _ in Decays._fields[:5]]
+        per_token = [row.per_token() for _ in Decays._fields[1:6]]
+        itself_BHL = row.per_token() if row.itself else row.D_H
         whole_BHC = per_token[0].new_empty(row.x_BLHP.shape[0], heads, row.chunks)
-        made = Decays._make((*per_token, whole_BHC))
+        made = Decays._make((itself_BHL, *per_token, whole_BHC))
         forward_kernels.decays[row.grid(1, ceil_div(heads, HEADS))](
-            row.dt_BLH, *row.rates, row.documents, *made, length, heads,
-            DOCUMENTS=row.documents_BL is not None, GIVEN=row.given, CHUNK=row.tiles.chunk, HEADS=HEADS,
+            row.dt_BLH, *row.rates, *row.steps, row.documents, *made, length, heads,
+            DOCUMENTS=row.documents_BL is not None, GIVEN=row.given, ITSELF=row.itself, CHUNK=row.tiles.chunk,
+            HEADS=HEADS,
         )  # fmt: skip
         return made
 
@@ -162,8 +166,9 @@ def _outputs(row: SSDRow, decays: Decays, before_BCHPN: Tensor) -> Tensor:
     y_BLHP = torch.empty_like(row.x_BLHP)
     own = row.tiles.own
     forward_kernels.outputs[row.grid(row.tiles.chunk // own, row.lengths()[1])](
-        row.x_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:4], row.documents, before_BCHPN, y_BLHP, *row.lengths(),
-        DOCUMENTS=row.documents_BL is not None, OWN=own, SLICE=row.inner, num_stages=1, **row.constants(),
+        row.x_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:5], row.documents, before_BCHPN, y_BLHP, *row.lengths(),
+        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=own, SLICE=row.inner, num_stages=1,
+        **row.constants(),
     )  # fmt: skip
     return y_BLHP
 
@@ -191,15 +196,19 @@ def _gradients_after(
 def _token_gradients(
     row: SSDRow, decays: Decays, dy_BLHP: Tensor, before_BCHPN: Tensor, after_BCHPN: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """dx, and by token what `step_gradients` adds up: direct, skip, gain, loss and pairs."""
+    """dx, and by token what `step_gradients` adds up: direct, skip, scores, gain, loss and pairs."""
     own = row.tiles.own
     parts = row.tiles.chunk // own
     grad_x_BLHP, direct_BHL = torch.empty_like(row.x_BLHP), row.per_token()
-    by_token = direct_BHL, *(row.per_token() for _ in range(3)), direct_BHL.new_empty(parts, *direct_BHL.shape)
+    skip_BHL, gain_BHL, loss_BHL = (row.per_token() for _ in range(3))
+    scores_BHL = row.per_token() if row.itself else row.D_H
+    pairs_KBHL = direct_BHL.new_empty(parts, *direct_BHL.shape)
+    by_token = direct_BHL, skip_BHL, scores_BHL, gain_BHL, loss_BHL, pairs_KBHL
     backward_kernels.token_gradients[row.grid(parts, row.lengths()[1])](
-        row.x_BLHP, dy_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:5], row.documents, before_BCHPN, after_BCHPN,
+        row.x_BLHP, dy_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:6], row.documents, before_BCHPN, after_BCHPN,
         grad_x_BLHP, *by_token, *row.lengths(),
-        DOCUMENTS=row.documents_BL is not None, OWN=own, SLICE=row.inner, num_stages=1, **row.constants(),
+        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=own, SLICE=row.inner, num_stages=1,
+        **row.constants(),
     )  # fmt: skip
     return grad_x_BLHP, by_token
 
@@ -221,8 +230,8 @@ def _group_gradient(
     grad_BLSGN = states.new_empty(rows, length, splits, groups, shared_BLGN.shape[3])
     weight_BHL = decays.leave_BHL if reverse else decays.enter_BHL
     backward_kernels.group_gradients[row.grid(parts, groups * splits * row.slices)](
-        own_BLHP, other_BLHP, shared_BLGN, *decays[:3], weight_BHL, row.documents, states, grad_BLSGN, *row.lengths(),
-        splits, DOCUMENTS=row.documents_BL is not None, REVERSED=reverse, OWN=own, SLICE=row.outer,
+        own_BLHP, other_BLHP, shared_BLGN, *decays[:4], weight_BHL, row.documents, states, grad_BLSGN, *row.lengths(),
+        splits, DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, REVERSED=reverse, OWN=own, SLICE=row.outer,
         num_stages=row.tiles.stages, **row.constants(),
     )  # fmt: skip
     grad_BLGN = grad_BLSGN.squeeze(2) if splits == 1 else grad_BLSGN.sum(2)
@@ -231,13 +240,16 @@ def _group_gradient(
 
 def _step_gradients(
     row: SSDRow, decays: Decays, by_token: tuple[Tensor, ...], through_BCH: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """Of dt, and of A, D and dt_bias."""
+) -> tuple[Tensor, Sequence[Tensor | None], list[Tensor]]:
+    """Of dt, of both steps, and of A, D and dt_bias."""
     length, heads, _ = row.lengths()
     grad_dt_BLH = torch.empty_like(row.dt_BLH)
     grads_3BCH = through_BCH.new_empty(3, *through_BCH.shape)
+    of_steps = [torch.empty_like(step_BLH) for step_BLH in row.steps]
     backward_kernels.step_gradients[row.grid(1, ceil_div(heads, HEADS))](
-        row.dt_BLH, *row.rates, decays.delta_BHL, *by_token, through_BCH, grad_dt_BLH, grads_3BCH,
-        length, heads, PARTS=len(by_token[-1]), GIVEN=row.given, CHUNK=row.tiles.chunk, HEADS=HEADS,
+        row.dt_BLH, *row.rates, decays.delta_BHL, *by_token, through_BCH, grad_dt_BLH, *of_steps,
+        grads_3BCH, length, heads, PARTS=len(by_token[-1]), GIVEN=row.given, ITSELF=row.itself, CHUNK=row.tiles.chunk,
+        HEADS=HEADS,
     )  # fmt: skip
-    return grad_dt_BLH, list(grads_3BCH.sum((1, 2), dtype=torch.float64).float())
+    of_parameters = list(grads_3BCH.sum((1, 2), dtype=torch.float64).float())
+    return grad_dt_BLH, of_steps if row.itself else [None, None], of_parameters

@@ -9,6 +9,10 @@ after it (both from `ssd_forward`, whose `chunk_states` and `pass_states` run ba
     dg_t = sum_{i >= t > j} s_ij w_ij + sum_{i >= t} exp(S_i) dy_i . h C_i + sum_{j < t} exp(S_T - S_j) v_j . dh B_j
            + exp(S_T) dh . h
 
+Where a token sees itself by another step than delta (ITSELF), its own term is not in dv, and with that step r
+
+    dx_j = delta_j dv_j + (D + r_j s_jj) dy_j,   w_jj = r_j dy_j . x_j,   dr_j = s_jj dy_j . x_j
+
 The first sum of dg is formed over the pairs (i, j) on both sides of t alone. Taking it for a difference of sums over
 all pairs would be cheaper, and would leave the rounding of the strongest pairs in every token's gradient.
 
@@ -23,19 +27,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridtron.ops.ssd.kernels_forward import decay_between, product, state_entries, tokens_by_channel
+from hybridtron.ops.ssd.kernels_forward import apart, decay_between, product, state_entries, tokens_by_channel
 
 
 @triton.jit
 def token_gradients(
-    x_BLHP: tl.tensor, dy_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, D_H: tl.tensor, delta_BHL: tl.tensor,
-    high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, leave_BHL: tl.tensor, documents_BL: tl.tensor,
-    before_BCHPN: tl.tensor, grad_after_BCHPN: tl.tensor, grad_x_BLHP: tl.tensor, direct_BHL: tl.tensor,
-    skip_BHL: tl.tensor, gain_BHL: tl.tensor, loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, length: int, heads: int,
-    groups: int, DOCUMENTS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
+    x_BLHP: tl.tensor, dy_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, D_H: tl.tensor,
+    itself_BHL: tl.tensor, delta_BHL: tl.tensor, high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor,
+    leave_BHL: tl.tensor, documents_BL: tl.tensor, before_BCHPN: tl.tensor, grad_after_BCHPN: tl.tensor,
+    grad_x_BLHP: tl.tensor, direct_BHL: tl.tensor, skip_BHL: tl.tensor, scores_BHL: tl.tensor, gain_BHL: tl.tensor,
+    loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, length: int, heads: int, groups: int, DOCUMENTS: tl.constexpr,
+    ITSELF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of OWN tokens and one head: dx, and by token dv . x, dy . x, and of dg what comes by states and by pairs."""
+    """Of OWN tokens and one head: dx, and by token dv . x, dy . x, s, and of dg what comes by states and by pairs."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunk, group = tl.program_id(0) // (CHUNK // OWN), head // (heads // groups)
     token_O, token_T = tl.program_id(0) * OWN + tl.arange(0, OWN), chunk * CHUNK + tl.arange(0, CHUNK)
@@ -45,11 +50,13 @@ def token_gradients(
         B_BLGN, C_BLGN, before_BCHPN, grad_after_BCHPN, row, index, group, token_O, token_T, p_P, length, groups,
         P, N, CHUNK, OWN, BLOCK_P, BLOCK_N, SLICE, PRODUCT, PRECISION,
     )  # fmt: skip
+    mix_OT, skip_O1, scores_O = apart(mix_OT, tl.load(D_H + head), itself_BHL + at, token_O, token_T, length, ITSELF)
+    if ITSELF:
+        tl.store(scores_BHL + at + token_O, scores_O, mask=inside_O)
     x_OP = tokens_by_channel(x_BLHP, row, token_O, head, p_P, length, heads, P)
     dy_OP = tokens_by_channel(dy_BLHP, row, token_O, head, p_P, length, heads, P).to(tl.float32)
-    enter_O = tl.load(enter_BHL + at + token_O, mask=inside_O, other=0.0)
-    gain_O = tl.where(enter_O == 0.0, 0.0, enter_O * tl.sum(seen_OP * dy_OP, axis=1))
-    tl.store(gain_BHL + at + token_O, gain_O, mask=inside_O)
+    gain_O1 = _weighted(enter_BHL + at, tl.sum(seen_OP * dy_OP, axis=1)[:, None], token_O, length)
+    tl.store((gain_BHL + at + token_O)[:, None], gain_O1, mask=inside_O[:, None])
     tl.store(skip_BHL + at + token_O, tl.sum(dy_OP * x_OP.to(tl.float32), axis=1), mask=inside_O)
     dv_OP, delta_O, pairs_T = _over_pairs(
         mix_OT, x_OP, dy_BLHP, delta_BHL + at, high_BHL + at, low_BHL + at, documents_BL + row * length, row, head,
@@ -57,15 +64,20 @@ def token_gradients(
     )  # fmt: skip
     part, rows = tl.program_id(0) % (CHUNK // OWN), tl.num_programs(2).to(tl.int64)
     tl.store(pairs_KBHL + part * rows * heads * length + at + token_T, pairs_T, mask=token_T < length)
-    leave_O = tl.load(leave_BHL + at + token_O, mask=inside_O, other=0.0)
-    kept_OP = tl.where(leave_O[:, None] == 0.0, 0.0, leave_O[:, None] * kept_OP)
+    kept_OP, x_OP = _weighted(leave_BHL + at, kept_OP, token_O, length), x_OP.to(tl.float32)
     dv_OP += kept_OP
-    x_OP = x_OP.to(tl.float32)
     tl.store(loss_BHL + at + token_O, delta_O * tl.sum(kept_OP * x_OP, axis=1), mask=inside_O)
     tl.store(direct_BHL + at + token_O, tl.sum(dv_OP * x_OP, axis=1), mask=inside_O)
     at_OP = ((row * length + token_O) * heads + head)[:, None] * P + p_P[None, :]
-    dx_OP = delta_O[:, None] * dv_OP + tl.load(D_H + head) * dy_OP
+    dx_OP = delta_O[:, None] * dv_OP + skip_O1 * dy_OP
     tl.store(grad_x_BLHP + at_OP, dx_OP, mask=inside_O[:, None] & tl.expand_dims(p_P < P, 0))
+
+
+@triton.jit
+def _weighted(weight_L: tl.tensor, x_OP: tl.tensor, token_O: tl.tensor, length: int) -> tl.tensor:
+    """By a weight of each token; 0 where that is 0, whatever x is."""
+    weight_O1 = tl.load(weight_L + token_O, mask=token_O < length, other=0.0)[:, None]
+    return tl.where(weight_O1 == 0.0, 0.0, weight_O1 * x_OP)
 
 
 @triton.jit
@@ -110,11 +122,12 @@ def _over_states(
 
 @triton.jit
 def group_gradients(
-    own_BLHP: tl.tensor, other_BLHP: tl.tensor, shared_BLGN: tl.tensor, delta_BHL: tl.tensor, high_BHL: tl.tensor,
-    low_BHL: tl.tensor, weight_BHL: tl.tensor, documents_BL: tl.tensor, states_BCHPN: tl.tensor,
+    own_BLHP: tl.tensor, other_BLHP: tl.tensor, shared_BLGN: tl.tensor, itself_BHL: tl.tensor, delta_BHL: tl.tensor,
+    high_BHL: tl.tensor, low_BHL: tl.tensor, weight_BHL: tl.tensor, documents_BL: tl.tensor, states_BCHPN: tl.tensor,
     grad_BLSGN: tl.tensor, length: int, heads: int, groups: int, splits: int, DOCUMENTS: tl.constexpr,
-    REVERSED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    ITSELF: tl.constexpr, REVERSED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """A split's share of dC at OWN tokens (own dy, other x, shared B, h); reversed, of dB (own x, other dy, C, dh)."""
     slices: tl.constexpr = BLOCK_N // SLICE
@@ -130,10 +143,8 @@ def group_gradients(
         own_OP = tokens_by_channel(own_BLHP, row, token_O, head, p_P, length, heads, P)
         other_TP = tokens_by_channel(other_BLHP, row, token_T, head, p_P, length, heads, P)
         weight_O = tl.load(weight_BHL + at + token_O, mask=token_O < length, other=0.0)
-        delta_O = weight_O
         if REVERSED:
-            delta_O = tl.load(delta_BHL + at + token_O, mask=token_O < length, other=0.0)
-            weight_O *= delta_O
+            weight_O *= tl.load(delta_BHL + at + token_O, mask=token_O < length, other=0.0)
         state_PN = state_entries(states_BCHPN, (row * tl.cdiv(length, CHUNK) + chunk) * heads + head, p_P, n_N, P, N)
         seen_ON = product(own_OP, state_PN, PRODUCT, PRECISION)
         grad_ON += tl.where(weight_O[:, None] == 0.0, 0.0, weight_O[:, None] * seen_ON)
@@ -141,10 +152,8 @@ def group_gradients(
         pair_OT *= decay_between(
             high_BHL + at, low_BHL + at, documents_BL + row * length, token_O, token_T, length, DOCUMENTS, REVERSED
         )
-        if REVERSED:
-            worth_OT += pair_OT * delta_O[:, None]
-        else:
-            worth_OT += pair_OT * tl.load(delta_BHL + at + token_T, mask=token_T < length, other=0.0)[None, :]
+        delta_L, itself_L = delta_BHL + at, itself_BHL + at
+        worth_OT += pair_OT * _steps_of_pairs(delta_L, itself_L, token_O, token_T, length, ITSELF, REVERSED)
     shared_TN = tokens_by_channel(shared_BLGN, row, token_T, group, n_N, length, groups, N)
     grad_ON += product(worth_OT, shared_TN, PRODUCT, PRECISION)
     at_ON = (((row * length + token_O) * splits + split) * groups + group)[:, None] * N + n_N[None, :]
@@ -152,20 +161,35 @@ def group_gradients(
 
 
 @triton.jit
+def _steps_of_pairs(
+    delta_L: tl.tensor, itself_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, length: int,
+    ITSELF: tl.constexpr, REVERSED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The step by which t is seen of own token o, reversed o of t; with ITSELF another where o is t."""
+    if REVERSED:
+        step_OT = tl.load(delta_L + token_O, mask=token_O < length, other=0.0)[:, None]
+    else:
+        step_OT = tl.load(delta_L + token_T, mask=token_T < length, other=0.0)[None, :]
+    if ITSELF:
+        itself_O = tl.load(itself_L + token_O, mask=token_O < length, other=0.0)
+        step_OT = tl.where(token_O[:, None] == token_T[None, :], itself_O[:, None], step_OT)
+    return step_OT
+
+
+@triton.jit
 def step_gradients(
     dt_BLH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, delta_BHL: tl.tensor, direct_BHL: tl.tensor,
-    skip_BHL: tl.tensor, gain_BHL: tl.tensor, loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, through_BCH: tl.tensor,
-    grad_dt_BLH: tl.tensor, grads_3BCH: tl.tensor, length: int, heads: int, PARTS: tl.constexpr, GIVEN: tl.constexpr,
+    skip_BHL: tl.tensor, scores_BHL: tl.tensor, gain_BHL: tl.tensor, loss_BHL: tl.tensor, pairs_KBHL: tl.tensor,
+    through_BCH: tl.tensor, grad_dt_BLH: tl.tensor, grad_step_BLH: tl.tensor, grad_own_step_BLH: tl.tensor,
+    grads_3BCH: tl.tensor, length: int, heads: int, PARTS: tl.constexpr, GIVEN: tl.constexpr, ITSELF: tl.constexpr,
     CHUNK: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Of HEADS heads in a chunk: dg, from it the gradient of dt, and the chunk's share of those of A, D and dt_bias.
 
-    GIVEN says that g stands in the place of dt: then dg is all.
+    GIVEN says that g stands in the place of dt, of which dg is the gradient; with ITSELF there are those of both steps.
     """
-    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    rows = tl.num_programs(2).to(tl.int64)
-    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
-    head_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    chunk, row, rows = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(2).to(tl.int64)
+    token_T, head_H = chunk * CHUNK + tl.arange(0, CHUNK), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     heads_there = head_H < heads
     there_TH = tl.expand_dims(token_T < length, 1) & heads_there[None, :]
     at_TH = (row * heads + head_H)[None, :] * length + token_T[:, None]
@@ -176,22 +200,31 @@ def step_gradients(
         gain_BHL + at_TH, loss_BHL + at_TH, pairs_KBHL + at_TH, through_H, there_TH, rows * heads * length, PARTS
     )
     at_dt_TH = (row * length + token_T)[:, None] * heads + head_H[None, :]
+    share = rows * tl.num_programs(0) * heads
+    skip_TH = tl.load(skip_BHL + at_TH, mask=there_TH, other=0.0)
+    tl.store(grads_3BCH + share + at_border_H, tl.sum(skip_TH, axis=0), mask=heads_there)
+    direct_TH = tl.load(direct_BHL + at_TH, mask=there_TH, other=0.0)
+    if ITSELF:
+        tl.store(grad_step_BLH + at_dt_TH, direct_TH, mask=there_TH)
+        of_own_TH = tl.load(scores_BHL + at_TH, mask=there_TH, other=0.0) * skip_TH
+        tl.store(grad_own_step_BLH + at_dt_TH, of_own_TH, mask=there_TH)
     if GIVEN:
         tl.store(grad_dt_BLH + at_dt_TH, grad_g_TH, mask=there_TH)
     else:
-        direct_TH = tl.load(direct_BHL + at_TH, mask=there_TH, other=0.0)
-        skip_TH = tl.load(skip_BHL + at_TH, mask=there_TH, other=0.0)
         delta_TH = tl.load(delta_BHL + at_TH, mask=there_TH, other=0.0)
-        dt_TH = tl.load(dt_BLH + at_dt_TH, mask=there_TH, other=0.0).to(tl.float32)
-        bias_H = tl.load(dt_bias_H + head_H, mask=heads_there, other=0.0)
-        A_1H = tl.load(A_H + head_H, mask=heads_there, other=0.0)[None, :]
-        slope_TH = tl.where(there_TH, tl.sigmoid(dt_TH + bias_H[None, :]), 0.0)
-        grad_dt_TH = (direct_TH + grad_g_TH * A_1H) * slope_TH
+        grad_delta_TH = direct_TH + grad_g_TH * tl.load(A_H + head_H, mask=heads_there, other=0.0)[None, :]
+        grad_dt_TH = grad_delta_TH * _slopes(dt_BLH + at_dt_TH, dt_bias_H + head_H, there_TH, heads_there)
         tl.store(grad_dt_BLH + at_dt_TH, grad_dt_TH, mask=there_TH)
-        share = rows * tl.num_programs(0) * heads
         tl.store(grads_3BCH + at_border_H, tl.sum(grad_g_TH * delta_TH, axis=0), mask=heads_there)
-        tl.store(grads_3BCH + share + at_border_H, tl.sum(skip_TH, axis=0), mask=heads_there)
         tl.store(grads_3BCH + 2 * share + at_border_H, tl.sum(grad_dt_TH, axis=0), mask=heads_there)
+
+
+@triton.jit
+def _slopes(dt_TH: tl.tensor, dt_bias_H: tl.tensor, there_TH: tl.tensor, heads_there: tl.tensor) -> tl.tensor:
+    """Of softplus, at what stands at these places in memory."""
+    dt_TH = tl.load(dt_TH, mask=there_TH, other=0.0).to(tl.float32)
+    bias_H = tl.load(dt_bias_H, mask=heads_there, other=0.0)
+    return tl.where(there_TH, tl.sigmoid(dt_TH + bias_H[None, :]), 0.0)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ With S_i the sum of g = delta A over the tokens of the chunk up to i, and v = de
     pass_states     h after = exp(S_T) h before + added   one chunk after another, each put in the place of the last
     outputs         y_i = sum_{j <= i} exp(S_i - S_j) (C_i . B_j) v_j + exp(S_i) h C_i + D x_i
 
+Where a token sees itself by another step than delta (ITSELF), the sum is over j < i, and D is D + itself_i C_i . B_i.
+
 A difference of two such sums decides how much a token remembers, so a few strong decays must not blur those that come
 after them. `decays` therefore adds up in float64, which is one number for a token and a head, and hands a sum on as two
 fp32 numbers, high + low. Their differences are right to fp32's last bits whatever the sums are: the high parts differ
@@ -33,15 +35,15 @@ def _softplus(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def decays(
-    dt_BLH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, documents_BL: tl.tensor, delta_BHL: tl.tensor,
-    high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, leave_BHL: tl.tensor, whole_BHC: tl.tensor,
-    length: int, heads: int, DOCUMENTS: tl.constexpr, GIVEN: tl.constexpr, CHUNK: tl.constexpr,
-    HEADS: tl.constexpr,
+    dt_BLH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, step_BLH: tl.tensor, own_step_BLH: tl.tensor,
+    documents_BL: tl.tensor, itself_BHL: tl.tensor, delta_BHL: tl.tensor, high_BHL: tl.tensor, low_BHL: tl.tensor,
+    enter_BHL: tl.tensor, leave_BHL: tl.tensor, whole_BHC: tl.tensor, length: int, heads: int,
+    DOCUMENTS: tl.constexpr, GIVEN: tl.constexpr, ITSELF: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Of HEADS heads in a chunk: delta, S in two parts, exp(S_i), exp(S_T - S_i) and exp(S_T).
 
     The last three are zero where no state may pass: in other documents than the one that the state belongs to. GIVEN
-    says that g stands in the place of dt, and that delta is 1.
+    says that g stands in the place of dt, and that delta is 1; with ITSELF it is `step`, and `itself` is `own_step`.
     """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -54,6 +56,9 @@ def decays(
     high_TH = sum_TH.to(tl.float32)
     # Stored before they are used again: Triton 3.6 fails to order the copies in another layout that it stores from.
     at_TH = (row * heads + head_H)[None, :] * length + token_T[:, None]
+    if ITSELF:
+        delta_TH = tl.load(step_BLH + at_dt_TH, mask=there_TH, other=0.0).to(tl.float32)
+        tl.store(itself_BHL + at_TH, tl.load(own_step_BLH + at_dt_TH, mask=there_TH, other=0.0), mask=there_TH)
     tl.store(delta_BHL + at_TH, delta_TH, mask=there_TH)
     tl.store(high_BHL + at_TH, high_TH, mask=there_TH)
     tl.store(low_BHL + at_TH, (sum_TH - high_TH.to(tl.float64)).to(tl.float32), mask=there_TH)
@@ -124,6 +129,25 @@ def state_entries(
     """Of the state of one head at one chunk (P, N), zeros beyond."""
     there_PN = tl.expand_dims(p_P < P, 1) & tl.expand_dims(n_N < N, 0)
     return tl.load(states_BCHPN + index * P * N + p_P[:, None] * N + n_N[None, :], mask=there_PN, other=0.0)
+
+
+@triton.jit
+def apart(
+    mix_OT: tl.tensor, D: tl.tensor, itself_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, length: int,
+    ITSELF: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """With ITSELF, products of own tokens and a chunk's without those of a token with itself, which pass by with D.
+
+    Beside them how much of itself a token sees, and these products.
+    """
+    skip_O1, scores_O = D, D
+    if ITSELF:
+        own_OT = token_O[:, None] == token_T[None, :]
+        scores_O = tl.sum(tl.where(own_OT, mix_OT, 0.0), axis=1)
+        mix_OT = tl.where(own_OT, 0.0, mix_OT)
+        itself_O = tl.load(itself_L + token_O, mask=token_O < length, other=0.0)
+        skip_O1 = (itself_O * scores_O + D)[:, None]
+    return mix_OT, skip_O1, scores_O
 
 
 @triton.jit
@@ -210,11 +234,11 @@ def pass_states(
 
 @triton.jit
 def outputs(
-    x_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, D_H: tl.tensor, delta_BHL: tl.tensor,
-    high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, documents_BL: tl.tensor, before_BCHPN: tl.tensor,
-    y_BLHP: tl.tensor, length: int, heads: int, groups: int, DOCUMENTS: tl.constexpr, P: tl.constexpr,
-    N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    x_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, D_H: tl.tensor, itself_BHL: tl.tensor,
+    delta_BHL: tl.tensor, high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, documents_BL: tl.tensor,
+    before_BCHPN: tl.tensor, y_BLHP: tl.tensor, length: int, heads: int, groups: int, DOCUMENTS: tl.constexpr,
+    ITSELF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """y of OWN tokens of a chunk, one head."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -233,6 +257,7 @@ def outputs(
         mix_OT += product(C_ON, tl.trans(B_TN), PRODUCT, PRECISION)
         before_PN = state_entries(before_BCHPN, index, p_P, n_N, P, N)
         seen_OP += product(C_ON, tl.trans(before_PN), PRODUCT, PRECISION)
+    mix_OT, skip_O1, _ = apart(mix_OT, tl.load(D_H + head), itself_BHL + at, token_O, token_T, length, ITSELF)
     mix_OT *= decay_between(
         high_BHL + at, low_BHL + at, documents_BL + row * length, token_O, token_T, length, DOCUMENTS,
         tl.constexpr(False),
@@ -243,6 +268,6 @@ def outputs(
     enter_O1 = tl.load(enter_BHL + at + token_O, mask=token_O < length, other=0.0)[:, None]
     y_OP += tl.where(enter_O1 == 0.0, 0.0, enter_O1 * seen_OP)
     x_OP = tokens_by_channel(x_BLHP, row, token_O, head, p_P, length, heads, P).to(tl.float32)
-    y_OP += tl.load(D_H + head) * x_OP
+    y_OP += skip_O1 * x_OP
     at_OP = ((row * length + token_O) * heads + head)[:, None] * P + p_P[None, :]
     tl.store(y_BLHP + at_OP, y_OP, mask=tl.expand_dims(token_O < length, 1) & tl.expand_dims(p_P < P, 0))

@@ -9,14 +9,13 @@ Legend: as in `reference`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from hybridtron.ops.kernel_launch import ceil_div, power_of_2
-from hybridtron.ops.ssd.reference import SSDInputs
 
 
 def products_of(dtype: torch.dtype) -> dict[str, Any]:
@@ -53,18 +52,45 @@ def tiles(dtype: torch.dtype, head: int, state: int) -> ProductTiles:
     return ProductTiles(32, own=16, inner=32, outer=64, stages=2)
 
 
-class SSDRow(SSDInputs):
-    """The op's inputs, contiguous; documents are counted from 0. Without A and dt_bias, dt are log decays."""
+class SSDRow(NamedTuple):
+    """The inputs of either op in the scan's words, contiguous; documents are counted from 0.
+
+    Without A and dt_bias, dt are log decays, and x comes with both steps or neither.
+    """
+
+    x_BLHP: Tensor
+    dt_BLH: Tensor
+    A_H: Tensor | None
+    B_BLGN: Tensor
+    C_BLGN: Tensor
+    D_H: Tensor
+    dt_bias_H: Tensor | None
+    state_BHPN: Tensor | None
+    documents_BL: Tensor | None
+    step_BLH: Tensor | None
+    own_step_BLH: Tensor | None
 
     @property
     def given(self) -> bool:
-        """Whether dt are log decays, and every step is 1."""
+        """Whether dt are log decays."""
         return self.A_H is None
+
+    @property
+    def itself(self) -> bool:
+        """Whether a token sees itself by another step than later tokens see it."""
+        return self.own_step_BLH is not None
 
     @property
     def rates(self) -> tuple[Tensor, Tensor]:
         """dt_bias and A, or something to point at."""
-        return (self.dt_BLH, self.dt_BLH) if self.given else (self.dt_bias_H, self.A_H)
+        return (self.dt_BLH, self.dt_BLH) if self.A_H is None or self.dt_bias_H is None else (self.dt_bias_H, self.A_H)
+
+    @property
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """Both steps, or something small to point at."""
+        if self.step_BLH is None or self.own_step_BLH is None:
+            return self.D_H, self.D_H
+        return self.step_BLH, self.own_step_BLH
 
     @property
     def tiles(self) -> ProductTiles:

@@ -26,15 +26,15 @@ class SSDTask(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "groups", "states", "unit")),
         ("whole_rows", ctypes.c_int64),
-        *((name, Tokens) for name in ("x", "dt", "b", "c", "y", "step", "skip")),
+        *((name, Tokens) for name in ("x", "dt", "b", "c", "y", "step", "own")),
         *((name, ctypes.c_void_p) for name in ("starts", "A", "D", "bias", "state", "kept")),
-        *((name, Tokens) for name in ("grad_y", "grad_x", "grad_dt", "grad_b", "grad_c", "grad_step", "grad_skip")),
+        *((name, Tokens) for name in ("grad_y", "grad_x", "grad_dt", "grad_b", "grad_c", "grad_step", "grad_own")),
         *((name, ctypes.c_void_p) for name in ("grad_A", "grad_D", "grad_bias", "shares")),
     )
 
 
 class NativeSSDRow(NamedTuple):
-    """Without parameters dt are log decays, and what they would make of tokens is `step` and `skip`."""
+    """Without A and bias dt are log decays, and what they would make of tokens are the two steps, or 1."""
 
     x_BLHP: Tensor
     dt_BLH: Tensor
@@ -44,7 +44,7 @@ class NativeSSDRow(NamedTuple):
     D_H: Tensor | None
     bias_H: Tensor | None
     step_BLH: Tensor | None
-    skip_BLH: Tensor | None
+    own_BLH: Tensor | None
     state_BHNQ: Tensor
 
     NAME = "ssd"
@@ -75,9 +75,10 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 @untraced
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, skip_BLH = inputs
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, own_step_BLH, D_H = inputs
     state_BHNP = initial_state(v_BLHP, k_BLGN, state_BHPN).mT
-    row = NativeSSDRow(v_BLHP, g_BLH, None, k_BLGN, q_BLGN, None, None, step_BLH, skip_BLH, state_BHNP)
+    D_H = None if D_H is None else D_H.to(state_BHNP.dtype)
+    row = NativeSSDRow(v_BLHP, g_BLH, None, k_BLGN, q_BLGN, D_H, None, step_BLH, own_step_BLH, state_BHNP)
     y_BLHP, last_BHNP = matrix_recurrence(row, documents_BL)
     return y_BLHP, last_BHNP.mT
 

@@ -4,11 +4,12 @@
                  h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T          one number A and one delta for each head
                  y_t = h_t C_t + D x_t
 
-    decay_scan:  h_t = exp(g_t) h_{t-1} + step_t v_t k_t^T,   y_t = h_t q_t + skip_t v_t,   g_t <= 0
+    decay_scan:  h_t = exp(g_t) h_{t-1} + step_t v_t k_t^T                     g_t <= 0
+                 y_t = (exp(g_t) h_{t-1} + own_step_t v_t k_t^T) q_t + D v_t
 
-The second is for steps that are not the decay's (Mamba-3), where neither dt nor A could say both. Heads of a group
-share B and C, or k and q: head h belongs to group h // (H / G). Where a new document begins, nothing of the document
-before it remains.
+The second is for steps that are not the decay's (Mamba-3), where neither dt nor A could say both: later tokens see a
+token by `step`, the token sees itself by `own_step`. Heads of a group share B and C, or k and q: head h belongs to
+group h // (H / G). Where a new document begins, nothing of the document before it remains.
 
 Not here: projections, convolution and gated norm (mixers), and limits of delta, which no published model sets.
 
@@ -42,7 +43,10 @@ class SSDInputs(NamedTuple):
 
 
 class DecayInputs(NamedTuple):
-    """Tokens with a log decay for each head, and the state before the row, zeros if None; steps are 1, skips 0."""
+    """Tokens with a log decay for each head, and the state before the row, zeros if None; steps are 1, D is 0.
+
+    `step` and `own_step` are given together or not at all.
+    """
 
     q_BLGN: Tensor
     k_BLGN: Tensor
@@ -51,16 +55,8 @@ class DecayInputs(NamedTuple):
     state_BHPN: Tensor | None = None
     documents_BL: Tensor | None = None
     step_BLH: Tensor | None = None
-    skip_BLH: Tensor | None = None
-
-    def with_steps(self, kind: torch.dtype) -> DecayInputs:
-        """For a form that knows none: they are in the values, of this type; what skips the state comes by `skipped`."""
-        v_BLHP = self.v_BLHP if self.step_BLH is None else (self.step_BLH.unsqueeze(3) * self.v_BLHP).to(kind)
-        return self._replace(v_BLHP=v_BLHP, step_BLH=None, skip_BLH=None)
-
-    def skipped(self, y_BLHP: Tensor) -> Tensor:
-        """y with what does not go through the state."""
-        return y_BLHP if self.skip_BLH is None else y_BLHP + (self.skip_BLH.unsqueeze(3) * self.v_BLHP).to(y_BLHP.dtype)
+    own_step_BLH: Tensor | None = None
+    D_H: Tensor | None = None
 
 
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
@@ -75,20 +71,24 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     """y in the type of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
-    kind, wide = inputs.v_BLHP.dtype, wide_type(inputs.v_BLHP)
-    inputs = inputs._replace(v_BLHP=inputs.v_BLHP.to(wide))
-    v_BLHP, k_BLGN = inputs.with_steps(wide).v_BLHP, inputs.k_BLGN
-    heads_of_group = v_BLHP.shape[2] // k_BLGN.shape[2]
-    q, k = (t.to(wide).repeat_interleave(heads_of_group, dim=2) for t in (inputs.q_BLGN, k_BLGN))
-    decay_BLH = torch.exp(inputs.g_BLH.to(wide))
-    h_BHPN, starts_BL = initial_state(v_BLHP, k_BLGN, inputs.state_BHPN), document_starts(inputs.documents_BL)
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, own_step_BLH, D_H = inputs
+    wide = wide_type(v_BLHP)
+    v = v_BLHP.to(wide)
+    later, own = (v if step is None else step.unsqueeze(3) * v for step in (step_BLH, own_step_BLH))
+    heads_of_group = v.shape[2] // k_BLGN.shape[2]
+    q, k = (t.to(wide).repeat_interleave(heads_of_group, dim=2) for t in (q_BLGN, k_BLGN))
+    decay_BLH = torch.exp(g_BLH.to(wide))
+    h_BHPN, starts_BL = initial_state(v_BLHP, k_BLGN, state_BHPN), document_starts(documents_BL)
     outputs = []
-    for t in range(v_BLHP.shape[1]):
+    for t in range(v.shape[1]):
         if starts_BL is not None:
             h_BHPN = h_BHPN.masked_fill(starts_BL[:, t, None, None, None], 0)
-        h_BHPN = decay_BLH[:, t, :, None, None] * h_BHPN + v_BLHP[:, t].unsqueeze(3) * k[:, t].unsqueeze(2)
-        outputs.append((h_BHPN * q[:, t].unsqueeze(2)).sum(-1))
-    return inputs.skipped(torch.stack(outputs, dim=1) if outputs else v_BLHP).to(kind), h_BHPN
+        decayed_BHPN = decay_BLH[:, t, :, None, None] * h_BHPN
+        seen_BHPN = decayed_BHPN + own[:, t].unsqueeze(3) * k[:, t].unsqueeze(2)
+        h_BHPN = seen_BHPN if own is later else decayed_BHPN + later[:, t].unsqueeze(3) * k[:, t].unsqueeze(2)
+        outputs.append((seen_BHPN * q[:, t].unsqueeze(2)).sum(-1))
+    y_BLHP = torch.stack(outputs, dim=1) if outputs else v
+    return (y_BLHP if D_H is None else y_BLHP + D_H.unsqueeze(1) * v).to(v_BLHP.dtype), h_BHPN
 
 
 def initial_state(x_BLHP: Tensor, B_BLGN: Tensor, state_BHPN: Tensor | None) -> Tensor:

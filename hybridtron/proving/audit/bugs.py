@@ -22,12 +22,12 @@ from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.engine.schedule import StepLoss, _loss_of, run_schedule
 from hybridtron.engine.stage import Stage, build_stages
-from hybridtron.mixers.mamba3 import products_by_head
 from hybridtron.mixers.retnet import log_gammas
 from hybridtron.mixers.token_shift import token_before
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
 from hybridtron.ops.sparse import hash_matrix, ranking_loss
+from hybridtron.ops.ssd import decay_scan
 from hybridtron.ops.turns import angles
 from hybridtron.parallel.cut import Mesh, cut
 from hybridtron.parallel.entered import Entry, _gathered
@@ -63,7 +63,9 @@ GATE_GRADIENT = marked("gate_down", "partial_over_tensor", False)
 ANGLE_GRADIENT = marked("angle_proj", "partial_over_tensor", False)
 PAIR_NORM_GRADIENT = marked("C_norm", "partial_over_tensor", False)
 ANGLES_OF_OTHER_HEADS: Replaced = {"hybridtron.mixers.mamba3.angles": lambda inputs: angles(inputs).roll(1, dims=2)}
-SEES_NEXT_STEP: Replaced = {"hybridtron.mixers.mamba3.products_by_head": lambda *pair: 0 * products_by_head(*pair)}
+SEES_NEXT_STEP: Replaced = {
+    "hybridtron.mixers.mamba3.decay_scan": lambda inputs: decay_scan(inputs._replace(own_step_BLH=inputs.step_BLH))
+}
 HEAD_NORM_GRADIENT = marked("norm_weight", "partial_over_tensor", False)
 QUERY_NORM: Replaced = {"hybridtron.mixers.attention.sum_shares": lambda x, tensor: x * tensor.size}
 QUERY_NORM_GRADIENT = marked("q_norm_weight", "partial_over_tensor", False)

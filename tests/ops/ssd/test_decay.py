@@ -20,7 +20,7 @@ def test_with_steps_of_one_the_scan_is_this(form: str, monkeypatch: pytest.Monke
     """softplus(dt) = 1 and A = -0.3, in the scan's reference; and GLA's with the same decay for all key channels."""
     monkeypatch.setattr(chunked, "CHUNK", 4)
     g = torch.full((2, 11, 4), -0.3, dtype=torch.float64)
-    inputs = decay_inputs()._replace(g_BLH=g, documents_BL=TWO_DOCUMENTS, step_BLH=None, skip_BLH=None)
+    inputs = decay_inputs()._replace(g_BLH=g, documents_BL=TWO_DOCUMENTS, step_BLH=None, own_step_BLH=None, D_H=None)
     q, k, v, _, state, *_ = inputs
     dt, zero = torch.full((2, 11, 4), 0.541324854612918, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     scan = SSDInputs(v, dt, zero - 0.3, k, q, zero, zero, state, TWO_DOCUMENTS)
@@ -29,6 +29,31 @@ def test_with_steps_of_one_the_scan_is_this(form: str, monkeypatch: pytest.Monke
     q, k = (t.repeat_interleave(2, dim=2) for t in (q, k))
     linear = GLAInputs(q, k, v, g.unsqueeze(3).expand_as(k), state.mT, TWO_DOCUMENTS)
     assert_close((y, last.mT), gla_scan.reference.function(linear))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("form", ["reference", "chunked", "native"])
+def test_a_token_does_not_see_itself_by_the_step_of_later_ones(form: str, dtype: torch.dtype) -> None:
+    """Not a bit of it, in a chunk and at its end."""
+    assert_unseen(form, 130, (0, 17, 63, 127), dtype)
+
+
+@pytest.mark.usefixtures("interpreter", "bf16_products")
+def test_nor_by_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_in(monkeypatch, 16, own=16, inner=16, outer=16)
+    assert_unseen("triton", 18, (7,), torch.bfloat16)
+
+
+def assert_unseen(form: str, length: int, places: tuple[int, ...], dtype: torch.dtype) -> None:
+    inputs = decay_inputs(1, length, 2, 4, 1, 4, dtype)
+    with torch.no_grad():
+        y, _ = run(decay_scan, form, inputs)
+        for place in places:
+            step_BLH = inputs.step_BLH.clone()
+            step_BLH[:, place] += 50
+            other, _ = run(decay_scan, form, inputs._replace(step_BLH=step_BLH))
+            assert torch.equal(other[:, : place + 1], y[:, : place + 1])
+            assert not torch.equal(other[:, place + 1 :], y[:, place + 1 :])
 
 
 @pytest.mark.slow  # the kernels are those of SSD, whose fast tests run in the interpreter

@@ -47,23 +47,6 @@ def cut_in(monkeypatch: pytest.MonkeyPatch, chunk: int, own: int, inner: int, ou
     monkeypatch.setattr(kernels_row, "tiles", lambda *_: kernels_row.ProductTiles(chunk, own, inner, outer))
 
 
-@pytest.fixture
-def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter multiplies bf16 as the integers that it holds them in; in fp32 the products are exact."""
-    if compute_device().type == "cuda":
-        return
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    multiply = InterpreterBuilder.create_dot
-
-    def create_dot(self, a, b, *rest) -> TensorHandle:
-        a, b = (self.cast_impl(t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
-        return multiply(self, a, b, *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-
-
 def document_index(lengths: list[list[int]]) -> Tensor:
     """Indices as a packed batch has them: they continue from row to row."""
     rows = [torch.arange(3, 3 + len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]

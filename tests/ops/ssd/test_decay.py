@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.ssd import SSDInputs, chunked, decay_scan, ssd_scan
+from tests.ops.compiling import compile_calls
 from tests.ops.recurrences import TWO_DOCUMENTS, assert_near_reference, decay_inputs, documents_of, run
 from tests.ops.ssd.test_kernels import cut_in
 
@@ -77,3 +78,20 @@ def test_what_the_triton_kernels_do_not_take() -> None:
     assert form.unsupported_reason(decay_inputs(dtype=torch.float32)) is None
     assert form.unsupported_reason(decay_inputs(head=512, dtype=torch.float32)) is None
     assert "129 values" in form.unsupported_reason(decay_inputs(head=129, dtype=torch.float32))
+
+
+def shipped() -> None:
+    """Forward and backward at the sizes of Mamba-3's recipes, whose heads have keys of their own."""
+    with torch.device("meta"):
+        inputs = decay_inputs(8, 4096, 48, 64, 48, 128, torch.bfloat16)
+        steps = {name: torch.empty(8, 4096, 48, requires_grad=True) for name in ("g_BLH", "step_BLH", "own_step_BLH")}
+    y, last = decay_scan.named("triton").function(inputs._replace(**steps))
+    torch.autograd.backward((y, last), (torch.empty_like(y), torch.empty_like(last)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_is_shipped_fits_an_h100() -> None:
+    launches, _ = compile_calls(__name__, "shipped")
+    assert {"outputs", "token_gradients", "group_gradients", "step_gradients"} < {each.kernel for each in launches}
+    assert [fault for launch in launches for fault in launch.faults()] == []

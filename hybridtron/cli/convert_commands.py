@@ -92,7 +92,7 @@ def imported(chosen: argparse.Namespace) -> int:
         if chosen.verify == "full":
             same_tensors(source, checkpoint)
             if isinstance(source.kind, Native):
-                verify(chosen.source, checkpoint)
+                warn_of(chosen.source, verify(chosen.source, checkpoint))
 
     take_over(source, chosen.source, output, prove)
     tensors = f"{len(source.rules)} tensors of {source.kind.name}"
@@ -113,4 +113,11 @@ def verified(chosen: argparse.Namespace) -> int:
     proof = verify(chosen.output, newest_of(chosen.source))
     lengths = ", ".join(map(str, proof.lengths))
     print(f"{chosen.output}: the same; logits of {lengths} tokens apart by {proof.logits:.1e} of the largest, at most")
+    warn_of(chosen.output, proof)
     return 0
+
+
+def warn_of(folder: Path, proof: Proof) -> None:
+    """Print what users of a folder should know, though it is the same model."""
+    if proof.caution:
+        print(f"warning: {folder}: {proof.caution}", file=sys.stderr)

@@ -7,6 +7,8 @@ a chunk that reads blocks of the prompt; where logits do not, the layer after wh
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE, ENLARGED = 1e-5, 1e-4
 NEW_TOKENS = 12
 CHUNKS = 300  # tokens, more than one chunk of any scan has
+FORMER_CLASS = "its class is an earlier version's, whose generate() forgets the prompt in this transformers: export again"
 
 
 class NotTheSame(ValueError):
@@ -46,10 +49,11 @@ class NotTheSame(ValueError):
 
 @dataclass(frozen=True)
 class Proof:
-    """How far the logits were apart at most, as a share of their largest."""
+    """How far the logits were apart at most, as a share of their largest; and a caution about the folder's own class."""
 
     lengths: tuple[int, ...]
     logits: float
+    caution: str = ""
 
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
@@ -84,7 +88,7 @@ def _proof(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -
     lengths = lengths_of(model)
     worst = max(_same_logits(folder, theirs, ours, model, length) for length in lengths)
     _same_continuation(folder, theirs, ours, model)
-    return Proof(lengths, worst)
+    return Proof(lengths, worst, FORMER_CLASS if takes_former_cache(theirs) else "")
 
 
 @torch.no_grad()
@@ -222,7 +226,7 @@ def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: Mo
     expected: Tensor = generate(ours, prompt_BL, NEW_TOKENS, temperature=0, seed=0)
     made = theirs.generate(
         prompt_BL, attention_mask=torch.ones_like(prompt_BL), max_new_tokens=NEW_TOKENS, do_sample=False,
-        eos_token_id=None, pad_token_id=0, use_cache=not _has_floors(model),
+        eos_token_id=None, pad_token_id=0, use_cache=not _has_floors(model) and not takes_former_cache(theirs),
     )  # fmt: skip
     found: Sequence[int] = made[0, prompt_BL.shape[1] :].tolist()
     if found != expected[0].tolist():
@@ -232,6 +236,19 @@ def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: Mo
 def _has_floors(model: ModelConfig) -> bool:
     """Whether step sizes have a smallest value, which transformers forgets where it continues from a cache."""
     return any(isinstance(spec, Mamba2Spec) and spec.dt_floor > 0 for spec in architecture(model).specs)
+
+
+def takes_former_cache(theirs: Any) -> bool:
+    """Whether a class knows its cache by another name than the transformers that is installed.
+
+    transformers 5.24 renamed `past_key_values` to `cache`. The class that version 0.1.0 shipped has the former name: it
+    reads rows as before, and continues them without what it has read.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    renamed = "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
+    parameters = inspect.signature(theirs.forward).parameters
+    return renamed and "past_key_values" in parameters and "cache" not in parameters
 
 
 @contextmanager

@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE, ENLARGED = 1e-5, 1e-4
 NEW_TOKENS = 12
 CHUNKS = 300  # tokens, more than one chunk of any scan has
-FORMER_CLASS = "its class is an earlier version's, whose generate() forgets the prompt in this transformers: export again"
+FORMER_CLASS = "its class is an earlier version's, which forgets the prompt in this transformers: export again"
 
 
 class NotTheSame(ValueError):
@@ -49,7 +49,7 @@ class NotTheSame(ValueError):
 
 @dataclass(frozen=True)
 class Proof:
-    """How far the logits were apart at most, as a share of their largest; and a caution about the folder's own class."""
+    """How far the logits were apart at most, as a share of the largest; and a caution about the folder's class."""
 
     lengths: tuple[int, ...]
     logits: float

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.proving.gpu import carry as gpu_carry
 from hybridtron.proving.gpu import measure
-from tools import gpu_carry
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = {"python": "3.12", "torch": "2.13.0", "triton": "3.6.0", "megatron-core": "0.16.1"}

@@ -10,7 +10,7 @@ Each part runs in a process of its own with a limit; one that hangs or crashes c
 lines in one file of the output folder, on disk as soon as they are measured. Copied to benchmarks/results/gpu and
 committed, they mark their parts done for the card that gave them and for a digest of the code that they measure: an
 edit of docs, comments or other code leaves them done. What a machine without network needs is made by
-`python tools/gpu_carry.py`.
+`python -m hybridtron.proving.gpu.carry`.
 
 Exit codes: 0 all that was taken is done, or no CUDA device; 1 a part failed; 2 wrong arguments.
 """

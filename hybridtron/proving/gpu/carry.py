@@ -1,7 +1,7 @@
 """Make a folder that a GPU machine without a network needs for `make gpu-measure`'s parts.
 
-    python tools/gpu_carry.py .carry --python .venv312/bin/python
-    python tools/gpu_carry.py .carry --python .venv312/bin/python --extra wheels/of/mamba-ssm
+    python -m hybridtron.proving.gpu.carry .carry --python .venv312/bin/python
+    python -m hybridtron.proving.gpu.carry .carry --python .venv312/bin/python --extra wheels/of/mamba-ssm
 
 There, in a copy of this checkout with the folder in it: `bash .carry/measure.sh RESULTS --minutes 4.5`.
 
@@ -29,7 +29,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
 DISTRIBUTIONS = (
     "hydra-core",
@@ -47,7 +47,7 @@ SOURCE_ALONE = ("antlr4-python3-runtime==4.9.3",)  # which omegaconf needs and n
 MODULES = ("megatron.core", "hydra", "omegaconf", "xxhash", "einops", "rich", "fla")
 MIB = 2**20
 SCRIPT = """#!/bin/bash
-# Made by tools/gpu_carry.py: bash {folder}/measure.sh RESULTS [options of hybridtron.proving.gpu.measure]
+# Made by hybridtron/proving/gpu/carry.py: bash {folder}/measure.sh RESULTS [options of hybridtron.proving.gpu.measure]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 site=$(mktemp -d)

@@ -40,7 +40,7 @@ def load() -> ctypes.CDLL:
 
 
 def described() -> tuple[bool, str]:
-    """Whether the library can be loaded or made, and in words; nothing is compiled."""
+    """Check whether the library can be loaded or made, and describe its state; nothing is compiled."""
     try:
         damage = compiled.state(FOLDER, _name(_torch_folder()))
     except (compiled.NotBuilt, GuardProblem) as error:

@@ -1,9 +1,9 @@
-"""What rehearsals say of the GPU queue's parts; on the way all kernels that these launch are compiled.
+"""Rehearse the GPU queue's parts, and compile all kernels that they launch on the way.
 
     TRITON_CACHE_DIR=FOLDER python -m hybridtron.rehearse.queue_model FILE --gpu h100
 
-Where Triton's cache then travels to a machine with the same Triton, ptxas and Python, and the same text of our kernels,
-nothing of ours is compiled there (`ops/kernel_compiled.compiler_key`).
+A machine with the same Triton, ptxas and Python, and the same text of our kernels, compiles none of them where it has a
+copy of Triton's cache (`ops/kernel_compiled.compiler_key`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try this tool")
     chosen = parser.parse_args(arguments)
     process = RehearsalProcess(GPUS[chosen.gpu], packages=())
-    found = rehearsed(process, chosen.recipe or list(RECIPES), chosen.tiny)
-    chosen.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    rehearsals = rehearsed(process, chosen.recipe or list(RECIPES), chosen.tiny)
+    chosen.file.write_text(json.dumps(rehearsals, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""How far the audit's two sides may be apart, and how far they are.
+"""Differences of the audit's two sides: the allowed ones and the actual ones.
 
-Rounding is not alike on both: sums over ranks have another order. What it may do depends on the model: where a head's
-output is nearly 0, as a query that is nearly orthogonal to the only key it sees makes it, the norm after it enlarges
-that output's rounding by as much. So in fp32, where anything is further off than it may be, the serial step is taken
-again from weights that are moved by about their last bit, and what moves by this may be off by some times as much.
+Both sides round differently, since sums over ranks have another order. The effect depends on the model: a query that is
+nearly orthogonal to the only key it sees makes a head's output nearly 0, and the norm after it enlarges the output's
+rounding by as much. So in fp32, where a difference is larger than allowed, the serial step is repeated from weights
+that are moved by about their last bit. A number that moves by this may differ by a multiple of its move.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MOVES = 3
 
 
 NORM_RELATIVE = 1e-6
-"""How far the gradient norm may be off: megatron-core adds it up in fp32 whatever the gradients are."""
+"""The allowed difference of the gradient norm: megatron-core adds it up in fp32 whatever the gradients are."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """How far one number or tensor is from the serial one, relative to its norm, and as a multiple of what it may."""
+    """The difference of a number or tensor from the serial one, relative to its norm and as a multiple of the limit."""
 
     what: str
     relative: float

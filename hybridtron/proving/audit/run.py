@@ -56,12 +56,12 @@ class Audit:
         key = f"{precision.name} {replace(config, parallel=ParallelConfig())}"
         if key not in self.truths:
             self.truths[key] = self._truth(config, precision)
-        found = list(differences(self.truths[key], ranks, config, precision))
-        if precision.rounding and not all(each.passes for each in found):  # what rounding does is asked only then
+        compared = list(differences(self.truths[key], ranks, config, precision))
+        if precision.rounding and not all(d.passes for d in compared):  # what rounding does is asked only then
             if key not in self.moved:
                 self.moved[key] = [self._truth(config, precision, move) for move in range(1, MOVES + 1)]
-            found = list(differences(self.truths[key], ranks, config, precision, self.moved[key]))
-        return sorted(found, key=lambda d: math.inf if math.isnan(d.of_limit) else d.of_limit, reverse=True)
+            compared = list(differences(self.truths[key], ranks, config, precision, self.moved[key]))
+        return sorted(compared, key=lambda d: math.inf if math.isnan(d.of_limit) else d.of_limit, reverse=True)
 
     def _truth(self, config: Config, precision: AuditPrecision, move: int = 0) -> Step:
         if not self.by_one_rank:

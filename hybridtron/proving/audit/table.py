@@ -63,11 +63,13 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 
 def _require_no_settings(arguments: argparse.Namespace) -> None:
     """ConfigError where a layout is set beside architectures of the table, which are audited in its own layouts."""
-    given = [*arguments.settings, *([f"--data {arguments.data}"] if arguments.data > 1 else [])]
-    if given:
+    settings = [*arguments.settings, *([f"--data {arguments.data}"] if arguments.data > 1 else [])]
+    if settings:
         layouts = f"`--cases {arguments.cases} --layouts NAME` with {', '.join(LAYOUTS)}"
-        cure = f"choose some of them by {layouts}; or leave --cases, and `{' '.join(given)}` is audited on a recipe"
-        raise ConfigError([Problem(" ".join(given), f"has no effect on --cases, which has layouts of its own: {cure}")])
+        cure = f"choose some of them by {layouts}; or leave --cases, and `{' '.join(settings)}` is audited on a recipe"
+        raise ConfigError(
+            [Problem(" ".join(settings), f"has no effect on --cases, which has layouts of its own: {cure}")]
+        )
 
 
 def on_gpus(cases: Sequence[Case], gpus: int) -> Iterator[Case]:

@@ -61,7 +61,7 @@ exec python3 -m hybridtron.proving.gpu.measure --output "$results" --modelled {f
 
 @dataclass(frozen=True)
 class Carried:
-    """What is asked for."""
+    """The command line's options: a folder to make, and the machine that it is for."""
 
     folder: Path
     python: Path
@@ -92,9 +92,11 @@ def parse(arguments: list[str] | None = None) -> Carried:
 def main(arguments: list[str] | None = None) -> int:
     """Make the folder. Returns the exit code."""
     asked = parse(arguments)
-    found = interpreter(asked.python)
+    versions = interpreter(asked.python)
     wrong = [
-        f"{name} {found[name]}, not {wanted}" for name, wanted in wanted_of(asked).items() if found[name] != wanted
+        f"{name} {versions[name]}, not {wanted}"
+        for name, wanted in wanted_of(asked).items()
+        if versions[name] != wanted
     ]
     if wrong:
         print(f"{asked.python} has {' and '.join(wrong)}: give another --python, or say what the machine has")
@@ -103,13 +105,13 @@ def main(arguments: list[str] | None = None) -> int:
     wheels(asked)
     kernels(asked)
     (asked.folder / "measure.sh").write_text(SCRIPT.format(folder=asked.folder.name))
-    (asked.folder / "carried.json").write_text(json.dumps(found, indent=1) + "\n")
+    (asked.folder / "carried.json").write_text(json.dumps(versions, indent=1) + "\n")
     imported(asked)
     return sized(asked)
 
 
 def wanted_of(asked: Carried) -> dict[str, str]:
-    """What decides whether compiled kernels are found."""
+    """Name the versions that a machine must have to find compiled kernels."""
     return {"python": asked.python_version, "triton": asked.triton}
 
 
@@ -185,7 +187,7 @@ def size_of(path: Path) -> int:
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """What a program prints. Its own message, and exit code 1, where it fails."""
+    """Run a program and return its output. Where it fails, print its message and exit with code 1."""
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         print(

@@ -91,8 +91,8 @@ def about(card: str, carried: str | None, rehearsed: bool) -> Row:
     from hybridtron.proving.gpu.recipes import commit, package_versions
 
     versions = ", ".join([f"Python {platform.python_version()}", *package_versions()])
-    found = {"card": card, "gpu": describe_device(), "commit": commit() or carried, "versions": versions}
-    return {**found, "rehearsed": rehearsed}
+    row = {"card": card, "gpu": describe_device(), "commit": commit() or carried, "versions": versions}
+    return {**row, "rehearsed": rehearsed}
 
 
 def file_of(folder: Path, card: str) -> Path:

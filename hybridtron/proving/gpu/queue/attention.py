@@ -34,7 +34,7 @@ def attention(record: Recorder) -> None:
 
 
 def full(backend: str, given: list[Tensor]) -> Row:
-    """By one of torch's kernels; that it takes no such inputs is an answer too."""
+    """Time causal attention by one of torch's kernels; a refusal of the inputs is an answer too."""
     try:
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return passes(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), given)

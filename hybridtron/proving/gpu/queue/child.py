@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def modelled(file: Path | None) -> dict[str, Any]:
-    """What a rehearsal says of the parts, where its file is given."""
+    """Read what a rehearsal says of the parts; nothing without a file."""
     return {} if file is None else json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -51,15 +51,15 @@ def contest(record: Recorder, name: str) -> None:
     sizes = {"tiny": chosen.tiny} if record.tiny else chosen.sizes
     for size, numbers in sizes.items():
         torch.manual_seed(0)
-        given = chosen.inputs(*numbers)
+        inputs = chosen.inputs(*numbers)
         model = record.modelled.get("calls", {}).get(f"{name}, {size}", {})
         ours: Tensor | None = None
         with record.case(f"{size}, ours") as row:
-            ours = first(chosen.ours(given)).detach().float()
-            row |= passes(chosen.ours, given) | {"model_ms": model.get("ms")}
+            ours = first(chosen.ours(inputs)).detach().float()
+            row |= passes(chosen.ours, inputs) | {"model_ms": model.get("ms")}
         with record.case(f"{size}, theirs") as row, nullcontext() if record.tiny else tuned_over(CONFIGURATIONS):
-            theirs = first(chosen.theirs(given)).detach().float()
-            row |= passes(chosen.theirs, given)
+            theirs = first(chosen.theirs(inputs)).detach().float()
+            row |= passes(chosen.theirs, inputs)
             row["apart"] = None if ours is None else ((theirs - ours).norm() / ours.norm()).item()
 
 
@@ -187,4 +187,4 @@ CONTESTS = {
         CONV_SIZES, (1, 32, 16), conv_inputs, by(causal_conv, TRITON), by(causal_conv, "causal-conv1d")
     ),
 }
-"""By op and package."""
+"""The contests by op and package."""

@@ -24,7 +24,7 @@ BASE = re.compile(r"^  - /recipe/(\S+)$", re.MULTILINE)
 
 
 def digest(patterns: Sequence[str], recipes: Sequence[str] = ()) -> str:
-    """Of all files that match, and of the text of these recipes."""
+    """Digest all files that match, and the text of these recipes."""
     hashed = hashlib.sha256()
     for path in files(patterns):
         hashed.update(f"{path.relative_to(PACKAGE).as_posix()}\n{code(path.read_text(encoding='utf-8'))}\n".encode())

@@ -54,11 +54,12 @@ def delta(inputs: DeltaInputs) -> Tensor:
 
 
 def ssd(inputs: SSDInputs) -> Tensor:
-    """As gated linear attention with one decay a head; its heads do not share B and C."""
+    """Compute ssd_scan as gated linear attention with one decay a head, whose heads do not share B and C."""
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, _, _ = inputs
     delta_BLH = step_sizes(dt_BLH, dt_bias_H)
     heads = x_BLHP.shape[2] // B_BLGN.shape[2]
-    B_BLHN, C_BLHN = (each.repeat_interleave(heads, dim=2) for each in (B_BLGN, C_BLGN))
+    B_BLHN = B_BLGN.repeat_interleave(heads, dim=2)
+    C_BLHN = C_BLGN.repeat_interleave(heads, dim=2)
     v_BLHP = (x_BLHP * delta_BLH.unsqueeze(3)).to(x_BLHP.dtype)
     y_BLHP, _ = module("ops.simple_gla").chunk_simple_gla(C_BLHN, B_BLHN, v_BLHP, delta_BLH * A_H, scale=1.0)
     return y_BLHP + D_H.to(x_BLHP.dtype)[:, None] * x_BLHP

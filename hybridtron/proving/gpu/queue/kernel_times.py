@@ -90,7 +90,9 @@ def model_ms(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def idle(spans: Sequence[DeviceSpan]) -> dict[str, float]:
     """From the first kernel's start to the last one's end: busy time, and how much of all of it is none."""
-    busy, gaps, until = 0.0, 0, 0.0
+    busy = 0.0
+    gaps = 0
+    until = 0.0
     ordered = sorted(spans, key=lambda span: span.start)
     for number, span in enumerate(ordered):
         gaps += number > 0 and span.start - until > GAP_US

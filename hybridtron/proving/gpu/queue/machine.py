@@ -19,7 +19,8 @@ QUERIES = {
     "processes": "--query-compute-apps=pid,used_memory",
 }
 SETTINGS = ("CUDA_", "TORCH", "PYTORCH_", "TRITON_", "NVIDIA_", "CUBLAS_", "OMP_")
-COPIED, SIDE, LAUNCHES = 2**31, 8192, 2000
+COPIED = 2**31  # bytes
+LAUNCHES = 2000
 PRODUCTS = ((8192, 8192, 8192), (8192, 2048, 8192), (8192, 64, 2048), (8192, 256, 2048))
 """m, n, k: a ceiling, a projection, and what a projection cut into parts asks for."""
 
@@ -40,11 +41,15 @@ def machine(record: Recorder) -> None:
         row["as in the carried cache"] = row["key"] == record.modelled.get("compiler")
     with record.case("copy") as row:
         size = 2**20 if record.tiny else COPIED
-        source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+        source = torch.empty(size, dtype=torch.uint8, device=device)
+        target = torch.empty(size, dtype=torch.uint8, device=device)
         row["tb_s"] = 2 * size / fastest(lambda: target.copy_(source)) / 1e12
     for m, n, k in PRODUCTS:
         with record.case(f"product {m}x{n}x{k}") as row:
-            m, n, k = (min(each, 64) if record.tiny else each for each in (m, n, k))
+            if record.tiny:
+                m = min(m, 64)
+                n = min(n, 64)
+                k = min(k, 64)
             a_MK, b_KN = torch.randn(m, k, device=device).bfloat16(), torch.randn(k, n, device=device).bfloat16()
             row["tflops"] = 2 * m * n * k / fastest(lambda a=a_MK, b=b_KN: a @ b) / 1e12
     with record.case("launches") as row:

@@ -28,7 +28,9 @@ TINY_ROWS = 256
 def norms(record: Recorder) -> None:
     """Milliseconds of the backward pass by programs; its bytes are those of x, dy and dx."""
     for shape in SHAPES:
-        rows, channels = (min(shape[0], TINY_ROWS), shape[1]) if record.tiny else shape
+        rows, channels = shape
+        if record.tiny:
+            rows = min(rows, TINY_ROWS)
         with record.case(f"{rows}x{channels}") as row:
             row["gb"] = 3 * rows * channels * 2 / 1e9
             x_RD, dy_RD, weight_D = tensors(rows, channels)
@@ -55,7 +57,8 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def tensors(rows: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
     """x, dy and the weight."""
-    x_RD, dy_RD = (torch.randn(rows, channels, device=compute_device()).bfloat16() for _ in range(2))
+    x_RD = torch.randn(rows, channels, device=compute_device()).bfloat16()
+    dy_RD = torch.randn(rows, channels, device=compute_device()).bfloat16()
     return x_RD.requires_grad_(), dy_RD, torch.ones(channels, device=compute_device()).requires_grad_()
 
 

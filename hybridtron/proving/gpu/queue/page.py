@@ -77,10 +77,10 @@ def stamp(begin: Row) -> str:
 
 
 def newest(part: QueuePart, done: Sequence[PartAttempt]) -> Iterator[PartAttempt]:
-    """Of each card the last result, whichever code gave it."""
+    """Yield each card's last result, whichever code gave it."""
     for card in cards(part, done):
-        own = [each for each in done if each.part == part.name and each.begin["card"] == card]
-        yield from own[-1:]
+        of_card = [attempt for attempt in done if attempt.part == part.name and attempt.begin["card"] == card]
+        yield from of_card[-1:]
 
 
 def section(attempt: PartAttempt) -> list[str]:
@@ -97,7 +97,7 @@ def section(attempt: PartAttempt) -> list[str]:
 
 
 def plain(name: str, value: Any) -> bool:
-    """Whether this belongs into a case's line."""
+    """Check whether a value belongs into a case's line."""
     return name not in ("part", "is", "case") and not isinstance(value, dict | list)
 
 
@@ -119,8 +119,8 @@ def kernel_cells(kernel: Row) -> tuple[str, ...]:
 
 def listed(known: Sequence[PartAttempt], card: str | None) -> list[str]:
     """The list as text: for this machine's card, or where there is none for the card that each part asks for."""
-    found = [described(state_of(part, card or part.card, known)) for part in PARTS]
+    texts = [described(state_of(part, card or part.card, known)) for part in PARTS]
     width = max(len(part.name) for part in PARTS)
-    lines = [f"{part.name:<{width}}  {part.limit_s:>3} s  {line}" for part, line in zip(PARTS, found, strict=True)]
+    lines = [f"{part.name:<{width}}  {part.limit_s:>3} s  {line}" for part, line in zip(PARTS, texts, strict=True)]
     kinds = ", ".join(GPUS)
     return [*lines, f"cards: {kinds}; a number belongs to the card that gave it"]

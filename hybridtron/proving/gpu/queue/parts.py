@@ -30,13 +30,17 @@ RECIPES = {
     "samba_1.3b": (4, 4096),
 }
 """Rows and tokens of one micro-batch, as benchmarks/gpu.md has them; the model was furthest off for the first ones."""
-FP8_RECIPE, FP8_ROWS = "samba_1.7b_padded", (2, 4096)
-FLA, MAMBA_SSM, CONV1D, TE = "fla-core", "mamba-ssm", "causal-conv1d", "transformer-engine"
+FP8_RECIPE = "samba_1.7b_padded"
+FP8_ROWS = (2, 4096)
+FLA = "fla-core"
+MAMBA_SSM = "mamba-ssm"
+CONV1D = "causal-conv1d"
+TE = "transformer-engine"
 
 
 @dataclass(frozen=True)
 class QueuePart:
-    """What to run, how long it may take, which code it measures, and which distributions it needs beside ours."""
+    """A part of the queue: its function, its time, the code that it measures, and the distributions that it needs."""
 
     name: str
     about: str
@@ -53,7 +57,7 @@ class QueuePart:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that its numbers depend on; the same wherever the code is the same."""
+        """The digest of all that its numbers depend on; the same wherever the code is the same."""
         return digest((self.file, *self.code), (self.recipe,) if self.recipe else ())
 
     @property
@@ -64,8 +68,8 @@ class QueuePart:
     def function(self) -> Callable[[Recorder], None]:
         """The part's function; its file is imported now."""
         file, _, name = self.run.partition(":")
-        found = getattr(importlib.import_module(f"{__package__}.{file}"), name)
-        return (lambda recorder: found(recorder, self.argument)) if self.argument else found
+        function = getattr(importlib.import_module(f"{__package__}.{file}"), name)
+        return (lambda recorder: function(recorder, self.argument)) if self.argument else function
 
 
 def _step(recipe: str, limit_s: int) -> QueuePart:
@@ -81,7 +85,8 @@ def _contest(op: str, needs: str, limit_s: int, code: str) -> QueuePart:
 
 def _package_step(recipe: str, limit_s: int) -> QueuePart:
     about = "the same step with the packages' scan and convolution"
-    name, needs = f"step {recipe} beside mamba-ssm", (MAMBA_SSM, CONV1D)
+    name = f"step {recipe} beside mamba-ssm"
+    needs = (MAMBA_SSM, CONV1D)
     return QueuePart(name, about, "package_step:package_step", limit_s, PARTS_OF_STEPS, recipe, needs)
 
 

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-DONE, FAILED, LEFT_OUT = "done", "failed", "left out"
+DONE = "done"
+FAILED = "failed"
+LEFT_OUT = "left out"
 WHY_CHARACTERS = 400
 
 
@@ -111,7 +113,8 @@ def attempts(rows: list[Row]) -> list[PartAttempt]:
         if row["is"] == "begin":
             if begin is not None:
                 found.append(PartAttempt(begin, between, None))
-            begin, between = row, []
+            begin = row
+            between = []
         elif row["is"] != "end":
             between.append(row)
         elif begin is not None:

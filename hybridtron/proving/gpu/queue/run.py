@@ -27,7 +27,7 @@ MARGIN_S = 0.5  # beside a part's limit: to end its process
 
 @dataclass(frozen=True)
 class PartState:
-    """What the results say of a part on a card: done, failed, left out or undone, and by which attempt."""
+    """The state of a part on a card by its results: done, failed, left out or undone, and the attempt that decides."""
 
     part: QueuePart
     card: str
@@ -36,10 +36,10 @@ class PartState:
 
 
 def state_of(part: QueuePart, card: str, known: Sequence[PartAttempt]) -> PartState:
-    """By the attempts with the same digest on the same card: one that ended well counts, else the last."""
-    own = [each for each in known if each.part == part.name and each.begin["card"] == card]
-    same = [each for each in own if each.begin["digest"] == part.digest]
-    well = [each for each in same if each.state == DONE]
+    """Judge a part by its attempts with the same digest on the same card: one that is done counts, else the last."""
+    of_card = [attempt for attempt in known if attempt.part == part.name and attempt.begin["card"] == card]
+    same = [attempt for attempt in of_card if attempt.begin["digest"] == part.digest]
+    well = [attempt for attempt in same if attempt.state == DONE]
     if not same:
         return PartState(part, card)
     last = (well or same)[-1]
@@ -47,10 +47,10 @@ def state_of(part: QueuePart, card: str, known: Sequence[PartAttempt]) -> PartSt
 
 
 def undone(parts: Sequence[QueuePart], card: str, known: Sequence[PartAttempt]) -> list[QueuePart]:
-    """What a run on this card takes, in order."""
+    """List the parts that a run on this card takes, in order."""
     states = [state_of(part, card, known) for part in parts]
-    failed = [each.part for each in states if each.state == FAILED]
-    return [each.part for each in states if each.state not in (DONE, FAILED)] + failed
+    failed = [state.part for state in states if state.state == FAILED]
+    return [state.part for state in states if state.state not in (DONE, FAILED)] + failed
 
 
 def missing(part: QueuePart) -> list[str]:

@@ -50,7 +50,8 @@ def settings(recipe: str, precision: str = "bf16", tiny: bool = False) -> list[s
     rows, length = FP8_ROWS if recipe == FP8_RECIPE else RECIPES[recipe]
     small: tuple[str, ...] = ()
     if tiny:
-        rows, length = 4, 128
+        rows = 4
+        length = 128
         small = (*NARROW, *TINY[recipe], f"precision.emulate={str(precision.startswith('fp8')).lower()}")
     sizes = (f"phases.0.micro_batch={rows}", f"phases.0.global_batch={rows}", f"phases.0.seq_len={length}")
     return [f"recipe={recipe}", f"precision={precision}", "cluster=h100", *sizes, *small]
@@ -67,9 +68,9 @@ def built(config: Config) -> Iterator[Steps]:
 
 def others() -> list[str]:
     """Ops that would run a kernel of another package though there is one of ours."""
-    own = [name for name, op in OPS.items() if any(each.name == TRITON for each in op.implementations)]
+    with_ours = [name for name, op in OPS.items() if any(form.name == TRITON for form in op.implementations)]
     device = compute_device().type
-    return [name for name in own if OPS[name].choice(device)[0] in ("mamba-ssm", "causal-conv1d")]
+    return [name for name in with_ours if OPS[name].choice(device)[0] in ("mamba-ssm", "causal-conv1d")]
 
 
 def whole_step(record: Recorder, recipe: str) -> None:
@@ -94,7 +95,8 @@ def whole_step(record: Recorder, recipe: str) -> None:
 def shrunk(config: Config, rows: int = 1, tokens: int = 1) -> Config:
     """A step of a part of the rows, or of each row's tokens."""
     phase = config.phases[0]
-    fewer, shorter = phase.micro_batch // rows, phase.seq_len // tokens
+    fewer = phase.micro_batch // rows
+    shorter = phase.seq_len // tokens
     changed = replace(phase, micro_batch=fewer, global_batch=fewer, seq_len=shorter)
     return replace(config, phases=[changed, *config.phases[1:]])
 

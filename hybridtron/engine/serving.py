@@ -96,6 +96,6 @@ def of_all(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
     tensor = parallel_state.get_tensor_model_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     shares = all_gather_tensors({str(layer): said for layer, said in of_layers.items()}, tensor)
-    own = {str(layer): torch.cat([share[str(layer)] for share in shares]) for layer in of_layers}
-    stages = {int(layer): said for stage in all_gather_tensors(own, pipeline) for layer, said in stage.items()}
+    of_stage = {str(layer): torch.cat([share[str(layer)] for share in shares]) for layer in of_layers}
+    stages = {int(layer): said for stage in all_gather_tensors(of_stage, pipeline) for layer, said in stage.items()}
     return {layer: stages[layer] for layer in sorted(stages)}

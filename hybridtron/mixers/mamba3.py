@@ -99,13 +99,13 @@ class Mamba3(Mixer):
         last_B = B_BLGN[:, -1].repeat_interleave(self.heads // B_BLGN.shape[2], dim=1) + B_bias_HN
         new = {"last_B": last_B.to(B_BLGN.dtype), "last_x": x_BLHP[:, -1]}
         first_BHPN = first_step(new, before, steps.start_BLH[:, 0], turns.begin_BHS, seq)
-        given = DecayInputs(
+        inputs = DecayInputs(
             q_BLHN, k_BLHN, x_BLHP, steps.g_BLH, None, seq.documents_BL, step_BLH, steps.end_BLH, self.D
         )
-        given = read_twice(given, seq)
+        inputs = read_twice(inputs, seq)
         y_BLHP, last_BHPN = scan_from(
-            lambda h_BHPN: decay_scan(given._replace(state_BHPN=summed(h_BHPN, first_BHPN))), before.get("ssm"), seq,
-            lambda: decay_total(given),
+            lambda h_BHPN: decay_scan(inputs._replace(state_BHPN=summed(h_BHPN, first_BHPN))), before.get("ssm"), seq,
+            lambda: decay_total(inputs),
         )  # fmt: skip
         back_BH1S = -turns.angles_BLHS[:, -1].unsqueeze(2)
         return y_BLHP, {"ssm": turned(last_BHPN, back_BH1S), **new}

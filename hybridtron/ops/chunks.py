@@ -73,6 +73,7 @@ class ScanOfChunks(torch.autograd.Function):
                 if grad_BL is not None and grad_BT is not None:
                     grad_BL[:, tokens] = grad_BT
             totals = [a + b for a, b in zip(totals, of_parameters, strict=True)] if totals else list(of_parameters)
-        parameters, of_those_given = fields[len(token_grads) : -1], iter(totals)
-        parameter_grads = (None if p is None else next(of_those_given).to(p.dtype) for p in parameters)
+        parameters = fields[len(token_grads) : -1]
+        remaining_totals = iter(totals)
+        parameter_grads = (None if p is None else next(remaining_totals).to(p.dtype) for p in parameters)
         return None, grad_state, *token_grads, *parameter_grads, None

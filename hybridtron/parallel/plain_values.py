@@ -1,4 +1,4 @@
-"""What ranks send each other beside tensors of known shapes: plain values as JSON, tensors by name as their bytes.
+"""Messages between ranks beside tensors of known shapes: plain values as JSON, tensors by name as their bytes.
 
 torch's own collectives for objects pickle them, and unpickling runs what a peer sends. A peer is any process that
 reaches the ports of a job, so nothing here does more than read numbers and text. Messages go over gloo, in the memory
@@ -42,22 +42,25 @@ def all_gather_tensors(
     tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> list[dict[str, Tensor]]:
     """The tensors that all processes of a group bring, on the CPU, by rank and name; names and shapes may differ."""
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    described = all_gather_values([[name, str(one.dtype), list(one.shape)] for name, one in own.items()], group)
-    flat = [one.reshape(-1).view(torch.uint8) for one in own.values()]
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    described = all_gather_values(
+        [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in on_cpu.items()], group
+    )
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in on_cpu.values()]
     every = _all_gather_bytes(torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8), group)
     return [_taken_apart(sent, about) for sent, about in zip(every, described, strict=True)]
 
 
 def _taken_apart(sent: Tensor, described: Sequence[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
-    found, first = {}, 0
+    tensors: dict[str, Tensor] = {}
+    first = 0
     for name, dtype, shape in described:
         whole = torch.empty(shape, dtype=TYPES[dtype])
         size = whole.numel() * whole.element_size()
         whole.reshape(-1).view(torch.uint8).copy_(sent[first : first + size])
-        found[name] = whole
+        tensors[name] = whole
         first += size
-    return found
+    return tensors
 
 
 def _all_gather_bytes(sent: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

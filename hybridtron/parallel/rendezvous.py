@@ -23,11 +23,11 @@ class Rendezvous:
     def __init__(self) -> None:
         with socket.create_server((HERE, 0), backlog=socket.SOMAXCONN) as listening:
             port = listening.getsockname()[1]
-            own = listening.detach()  # the store closes it
-        self._store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=own)
+            descriptor = listening.detach()  # the store closes it
+        self._store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a rank's environment says of it, beside RANK and WORLD_SIZE; gloo's sockets are on the loopback too."""
+        """The environment of its ranks, without RANK and WORLD_SIZE; gloo's sockets are on the loopback too."""
         store = {"MASTER_ADDR": HERE, "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         return store | {"GLOO_SOCKET_IFNAME": LOOPBACK}

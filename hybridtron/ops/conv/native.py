@@ -76,8 +76,9 @@ class _NativeConv(torch.autograd.Function):
         task.grad_weight = of_weight.data_ptr()
         call(f"convolution_backward_{scalar(weight_WC.dtype)}", task, threads(x_BLC.numel() / WORTH))
         of_weight_WC = first_part(of_weight)
-        found = (grad_x_BLC, of_weight_WC[:-1].t(), of_weight_WC[-1], grad_tail_BTC)
-        return *(None if k is None or g is None else g.to(k) for g, k in zip(found, ctx.kinds, strict=True)), None, None
+        of_inputs = (grad_x_BLC, of_weight_WC[:-1].t(), of_weight_WC[-1], grad_tail_BTC)
+        typed = (None if k is None or g is None else g.to(k) for g, k in zip(of_inputs, ctx.kinds, strict=True))
+        return *typed, None, None
 
 
 def _task(activation: bool, *saved: Any) -> ConvolutionTask:

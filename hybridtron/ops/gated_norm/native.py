@@ -73,8 +73,8 @@ class _NativeGatedNorm(torch.autograd.Function):
         of_weight = weight.new_empty(token_blocks(task.rows * task.length), *weight.shape)
         task.weight, task.grad_weight, task.eps = address(weight), address(of_weight), ctx.eps
         _run("norm_backward", task, y)
-        found = (grad_y.flatten(2), grad_z.flatten(2), first_part(of_weight))
-        return *(g.to(t.dtype) for g, t in zip(found, saved, strict=True)), None, None
+        of_inputs = (grad_y.flatten(2), grad_z.flatten(2), first_part(of_weight))
+        return *(g.to(t.dtype) for g, t in zip(of_inputs, saved, strict=True)), None, None
 
 
 class _NativeSquares(torch.autograd.Function):
@@ -123,8 +123,8 @@ class _NativeScale(torch.autograd.Function):
         of_weight = weight.new_empty(token_blocks(task.rows * task.length), *weight.shape)
         task.scaled, task.weight, task.grad_weight = 1, address(weight), address(of_weight)
         _run("backward", task, y)
-        found = (grad_y, grad_z, grad_scale, first_part(of_weight))
-        return tuple(g.to(t.dtype) for g, t in zip(found, saved, strict=True))
+        of_inputs = (grad_y, grad_z, grad_scale, first_part(of_weight))
+        return tuple(g.to(t.dtype) for g, t in zip(of_inputs, saved, strict=True))
 
 
 def _task(

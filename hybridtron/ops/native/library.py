@@ -140,15 +140,15 @@ def threads(worth: float) -> int:
 
 
 def processors() -> int:
-    """As many as this process may run on at once."""
+    """Count the processors that this process may run on at once."""
     bound = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, min(bound, _allowed()))
 
 
 @functools.cache
 def _allowed() -> int:
-    own = Path("/proc/self/cgroup")
-    return min(map(quota, cgroups(Path("/sys/fs/cgroup"), own.read_text() if own.exists() else "")))
+    listing = Path("/proc/self/cgroup")
+    return min(map(quota, cgroups(Path("/sys/fs/cgroup"), listing.read_text() if listing.exists() else "")))
 
 
 def cgroups(root: Path, own: str) -> list[Path]:

@@ -80,9 +80,10 @@ class _NativeRecurrence(torch.autograd.Function):
         for name, grad in grads.items():
             setattr(task, f"grad_{_short(name)}", _seen(name, grad))
         _call_backward(row, task, grad_state)
-        found = [grad if grad is None or _by_token(name) else first_part(grad) for name, grad in grads.items()]
+        of_fields = [grad if grad is None or _by_token(name) else first_part(grad) for name, grad in grads.items()]
         typed = (
-            None if grad is None else grad.to(kind) for grad, kind in zip((*found, grad_state), ctx.kinds, strict=True)
+            None if grad is None else grad.to(kind)
+            for grad, kind in zip((*of_fields, grad_state), ctx.kinds, strict=True)
         )
         return None, None, None, *typed
 

@@ -56,7 +56,7 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of a tile; where something is added, the norm is that of the sum as it is stored, which backward reads."""
+    """Normalize a tile; where something is added, normalize the sum as it is stored, which backward reads."""
     row_R, channel_D = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     there_RD = (row_R < rows)[:, None] & (channel_D < channels)[None, :]
     at_RD = row_R[:, None] * channels + channel_D[None, :]
@@ -86,7 +86,7 @@ def _backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of every tile of this program's share; what it reads of one is asked for before anything is computed."""
+    """Compute the gradients of all tiles in this program's share; of each, all is loaded before computing."""
     share, channel_D = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     weight_D = tl.load(weight_ptr + channel_D, mask=channel_D < channels, other=0.0).to(tl.float32)
     grad_weight_RD = tl.zeros([ROWS, BLOCK], tl.float32)

@@ -215,7 +215,7 @@ class GivenChunk:
 
     @cached_property
     def _own_worth(self) -> Tensor | None:
-        """What of itself a token sees beside the core: own_step c + D (B, T, H, 1), or (H, 1)."""
+        """The part of itself that a token sees beside the core: own_step c + D (B, T, H, 1), or (H, 1)."""
         if self.own_step_BTH1 is None:
             return self.D_H1
         worth_BTH1 = self.own_step_BTH1 * self._own_scores

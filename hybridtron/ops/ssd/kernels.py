@@ -44,7 +44,7 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    """By the scan's kernels: the log decays stand in the place of dt."""
+    """Scan by the kernels of ssd_scan, with log decays in the place of dt."""
     slices = ceil_div(inputs.v_BLHP.shape[3], MAX_HEAD)
     y_BLHP, last_BHPN = _decay_scan(inputs if slices == 1 else _sliced(inputs, slices))
     if slices > 1:
@@ -119,7 +119,7 @@ def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> tuple[Tens
 
 
 class Decays(NamedTuple):
-    """What `kernels_forward.decays` makes of dt and A, or of steps; `itself` is what to point at without own steps."""
+    """The results of `kernels_forward.decays`; without own steps `itself` is another tensor, which is not read."""
 
     itself_BHL: Tensor
     delta_BHL: Tensor
@@ -241,7 +241,7 @@ def _group_gradient(
 def _step_gradients(
     row: SSDRow, decays: Decays, by_token: tuple[Tensor, ...], through_BCH: Tensor
 ) -> tuple[Tensor, Sequence[Tensor | None], list[Tensor]]:
-    """Of dt, of both steps, and of A, D and dt_bias."""
+    """Compute the gradients of dt, of both steps, and of A, D and dt_bias."""
     length, heads, _ = row.lengths()
     grad_dt_BLH = torch.empty_like(row.dt_BLH)
     grads_3BCH = through_BCH.new_empty(3, *through_BCH.shape)

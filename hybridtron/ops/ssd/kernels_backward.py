@@ -40,7 +40,7 @@ def token_gradients(
     ITSELF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of OWN tokens and one head: dx, and by token dv . x, dy . x, s, and of dg what comes by states and by pairs."""
+    """Compute for OWN tokens and a head dx, and by token dv . x, dy . x, s, and dg by states and by pairs."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunk, group = tl.program_id(0) // (CHUNK // OWN), head // (heads // groups)
     token_O, token_T = tl.program_id(0) * OWN + tl.arange(0, OWN), chunk * CHUNK + tl.arange(0, CHUNK)
@@ -75,7 +75,7 @@ def token_gradients(
 
 @triton.jit
 def _weighted(weight_L: tl.tensor, x_OP: tl.tensor, token_O: tl.tensor, length: int) -> tl.tensor:
-    """By a weight of each token; 0 where that is 0, whatever x is."""
+    """Multiply by a weight of each token; the product is 0 where the weight is 0, whatever x is."""
     weight_O1 = tl.load(weight_L + token_O, mask=token_O < length, other=0.0)[:, None]
     return tl.where(weight_O1 == 0.0, 0.0, weight_O1 * x_OP)
 
@@ -221,7 +221,7 @@ def step_gradients(
 
 @triton.jit
 def _slopes(dt_TH: tl.tensor, dt_bias_H: tl.tensor, there_TH: tl.tensor, heads_there: tl.tensor) -> tl.tensor:
-    """Of softplus, at what stands at these places in memory."""
+    """Compute the slopes of softplus at dt + dt_bias, which are read from these places in memory."""
     dt_TH = tl.load(dt_TH, mask=there_TH, other=0.0).to(tl.float32)
     bias_H = tl.load(dt_bias_H, mask=heads_there, other=0.0)
     return tl.where(there_TH, tl.sigmoid(dt_TH + bias_H[None, :]), 0.0)

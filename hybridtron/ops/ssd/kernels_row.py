@@ -72,12 +72,12 @@ class SSDRow(NamedTuple):
 
     @property
     def given(self) -> bool:
-        """Whether dt are log decays."""
+        """True where log decays are in the place of dt."""
         return self.A_H is None
 
     @property
     def itself(self) -> bool:
-        """Whether a token sees itself by another step than later tokens see it."""
+        """True where a token sees itself by another step than later tokens see it."""
         return self.own_step_BLH is not None
 
     @property

@@ -74,9 +74,11 @@ def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, own_step_BLH, D_H = inputs
     wide = wide_type(v_BLHP)
     v = v_BLHP.to(wide)
-    later, own = (v if step is None else step.unsqueeze(3) * v for step in (step_BLH, own_step_BLH))
+    later_BLHP = v if step_BLH is None else step_BLH.unsqueeze(3) * v
+    itself_BLHP = v if own_step_BLH is None else own_step_BLH.unsqueeze(3) * v
     heads_of_group = v.shape[2] // k_BLGN.shape[2]
-    q, k = (t.to(wide).repeat_interleave(heads_of_group, dim=2) for t in (q_BLGN, k_BLGN))
+    q = q_BLGN.to(wide).repeat_interleave(heads_of_group, dim=2)
+    k = k_BLGN.to(wide).repeat_interleave(heads_of_group, dim=2)
     decay_BLH = torch.exp(g_BLH.to(wide))
     h_BHPN, starts_BL = initial_state(v_BLHP, k_BLGN, state_BHPN), document_starts(documents_BL)
     outputs = []
@@ -84,8 +86,10 @@ def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
         if starts_BL is not None:
             h_BHPN = h_BHPN.masked_fill(starts_BL[:, t, None, None, None], 0)
         decayed_BHPN = decay_BLH[:, t, :, None, None] * h_BHPN
-        seen_BHPN = decayed_BHPN + own[:, t].unsqueeze(3) * k[:, t].unsqueeze(2)
-        h_BHPN = seen_BHPN if own is later else decayed_BHPN + later[:, t].unsqueeze(3) * k[:, t].unsqueeze(2)
+        seen_BHPN = decayed_BHPN + itself_BLHP[:, t].unsqueeze(3) * k[:, t].unsqueeze(2)
+        h_BHPN = seen_BHPN
+        if itself_BLHP is not later_BLHP:
+            h_BHPN = decayed_BHPN + later_BLHP[:, t].unsqueeze(3) * k[:, t].unsqueeze(2)
         outputs.append((seen_BHPN * q[:, t].unsqueeze(2)).sum(-1))
     y_BLHP = torch.stack(outputs, dim=1) if outputs else v
     return (y_BLHP if D_H is None else y_BLHP + D_H.unsqueeze(1) * v).to(v_BLHP.dtype), h_BHPN

@@ -53,7 +53,8 @@ class _Turn(torch.autograd.Function):
         for grad_BLHN, y_BLHN, kind in zip(grads, made, ctx.kinds, strict=True):
             wide = torch.empty(grad_BLHN.shape, dtype=back_BLHS.real.dtype, device=grad_BLHN.device).copy_(grad_BLHN)
             wide, y_BLHN = _even(wide), _even(at_least_fp32(y_BLHN))
-            of_pairs, pairs = (_pairs(t, angles_BLHS.shape[3]) for t in (wide, y_BLHN))
+            of_pairs = _pairs(wide, angles_BLHS.shape[3])
+            pairs = _pairs(y_BLHN, angles_BLHS.shape[3])
             of_angles_BLHS += (pairs.conj() * of_pairs).imag
             of_pairs.mul_(back_BLHS)
             of_tokens.append(wide.unflatten(2, (ctx.groups, -1)).sum(3).to(grad_BLHN.dtype))
@@ -62,7 +63,7 @@ class _Turn(torch.autograd.Function):
 
 
 def _even(x_BLHN: Tensor) -> Tensor:
-    """The same numbers, copied unless channels lie side by side and begin at even places, as complex numbers do."""
+    """Copy numbers, unless their channels lie side by side and begin at even places, as complex numbers do."""
     *strides, last = x_BLHN.stride()
     if last == 1 and not any(stride % 2 for stride in strides):
         return x_BLHN

@@ -78,7 +78,7 @@ def load(folder: str, name: str, make: Callable[[Path], None], mode: int = ctype
 
 
 def state(folder: str, name: str) -> str | None:
-    """How the library of this name is damaged: empty where there is none, None where it is whole. Raises NotBuilt."""
+    """Describe the damage of a library: empty where there is none, None where it is whole. Raises NotBuilt."""
     with _own_cache(folder) as own:
         try:
             open_whole(own, name).close()
@@ -116,7 +116,8 @@ def _own_cache(name: str) -> Iterator[OwnFolder]:
 
 def open_whole(folder: OwnFolder, name: str) -> BufferedReader:
     """The library, open, if its bytes are those that were written. Raises DamagedLibrary, or NotOwn."""
-    path, file = folder.path / name, _opened(folder, name)
+    path = folder.path / name
+    file = _opened(folder, name)
     if file is None:
         raise DamagedLibrary("")
     try:
@@ -153,7 +154,7 @@ def _record_of(name: str) -> str:
 
 
 def _record(name: str, file: BufferedReader) -> bytes:
-    """What is kept beside a library: its size, its digest and its name."""
+    """Compose the record that is kept beside a library: its size, its digest and its name."""
     file.seek(0)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     return f"{os.fstat(file.fileno()).st_size} {digest} {name}\n".encode()
@@ -163,10 +164,11 @@ def _built(folder: OwnFolder, name: str, make: Callable[[Path], None]) -> Buffer
     """The library, made by this process, or by another one that it waited for. Raises NotBuilt."""
 
     def fill(temporary: Path) -> None:
-        made, record = temporary / name, temporary / _record_of(name)
-        make(made)
-        made.chmod(0o700)  # whatever the user's mask is
-        with made.open("rb") as file:
+        library = temporary / name
+        record = temporary / _record_of(name)
+        make(library)
+        library.chmod(0o700)  # whatever the user's mask is
+        with library.open("rb") as file:
             record.write_bytes(_record(name, file))
         record.chmod(0o600)
 

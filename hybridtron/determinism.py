@@ -1,4 +1,4 @@
-"""The same program gives the same bits again, where that is asked for."""
+"""Determinism, where it is asked for: the same program gives the same bits again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
         return
     for name, value in FIXED_ORDER.items():
         os.environ.setdefault(name, value)
-    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    benchmark = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -36,5 +37,5 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def is_deterministic() -> bool:
-    """Whether this is inside such a block."""
+    """Check whether torch is inside a block of `deterministic(True)`."""
     return torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""What the operating system refuses of a file: which one, why, and what a user can do about it."""
+"""Messages for files that the operating system refuses: which file, why, and what a user can do about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CURES = {
 
 
 def is_of_the_user(error: OSError) -> bool:
-    """Whether it comes from a place that the user named, and can mend."""
+    """Check whether an error is of a place that the user named, and can mend."""
     return error.errno in CURES or error.errno in FULL
 
 
@@ -37,7 +37,7 @@ def room_left(error: Exception, place: Path, needed: int | None = None) -> str:
     """Say how much room a full disk has, of the bytes that are needed, and what to do; nothing for another error."""
     if not (isinstance(error, OSError) and error.errno in FULL):
         return ""
-    there = next((folder for folder in (place, *place.parents) if folder.is_dir()), Path("/"))
+    existing = next((folder for folder in (place, *place.parents) if folder.is_dir()), Path("/"))
     wanted = "" if needed is None else f"{needed / 1e6:,.1f} MB are needed, and "
-    free = shutil.disk_usage(there).free / 1e6
-    return f"; {wanted}{free:,.1f} MB are free at {there}: make room there, or name a place on another disk"
+    free = shutil.disk_usage(existing).free / 1e6
+    return f"; {wanted}{free:,.1f} MB are free at {existing}: make room there, or name a place on another disk"

@@ -15,24 +15,24 @@ class NotParsed(ValueError):
 
 
 def json_of(stored: bytes | str) -> Any:
-    """What a JSON text says."""
+    """Parse a JSON text. Raises NotParsed."""
     try:
-        found = json.loads(stored)
+        parsed = json.loads(stored)
     except RecursionError as error:
         raise NotParsed(f"is nested more than {DEEPEST} deep") from error
     except ValueError as error:
         raise NotParsed(f"is not JSON: {error}") from error
-    level = [found]
+    level = [parsed]
     for _ in range(DEEPEST + 1):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        inner = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
         level = [entry for entries in inner for entry in entries]
         if not level:
-            return found
+            return parsed
     raise NotParsed(f"is nested more than {DEEPEST} deep")
 
 
 def yaml_of(stored: bytes | str) -> Any:
-    """What a YAML text says."""
+    """Parse a YAML text. Raises NotParsed."""
     depth = 0
     within: list[str | None] = []  # anchors of what is open
     try:

@@ -50,12 +50,12 @@ class OwnFolder:
         """A regular file of the user's or root's. Raises NotOwn where others own it, OSError if it is anything else."""
         descriptor = os.open(name, _FILE, dir_fd=self.descriptor)
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError("is no regular file")
-            if found.st_uid not in (0, os.getuid()):
-                raise NotOwn(f"{self.path / name} belongs to another user ({found.st_uid}): remove it")
-            if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _of_one_user(found.st_gid)):
+            if status.st_uid not in (0, os.getuid()):
+                raise NotOwn(f"{self.path / name} belongs to another user ({status.st_uid}): remove it")
+            if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _of_one_user(status.st_gid)):
                 raise OSError("could be changed by others")
         except OSError:
             os.close(descriptor)
@@ -135,14 +135,14 @@ def _check(path: Path, found: os.stat_result, owners: set[int]) -> None:
 
 
 def _of_one_user(group: int) -> bool:
-    """Whether a group is the user's own, or root's, and nobody else is in it."""
+    """Check whether a group is the user's own, or root's, and nobody else is in it."""
     try:
         user = pwd.getpwuid(os.getuid())
-        found = grp.getgrgid(group)
+        entry = grp.getgrgid(group)
     except KeyError:
         return False
-    own = group == 0 or (group == user.pw_gid and found.gr_name == user.pw_name)
-    return own and {*found.gr_mem} <= {"root", user.pw_name}
+    is_own = group == 0 or (group == user.pw_gid and entry.gr_name == user.pw_name)
+    return is_own and {*entry.gr_mem} <= {"root", user.pw_name}
 
 
 def write_whole(folder: Path, names: Sequence[str], fill: Callable[[Path], None]) -> None:

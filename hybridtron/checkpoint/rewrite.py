@@ -70,7 +70,7 @@ def _apart(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
 
 
 def _around(text: str, place: int) -> str:
-    """What of a long text is near a place."""
+    """Cut a long text to the part around a place."""
     if len(text) <= SHOWN:
         return text
     first = max(0, min(place - SHOWN // 4, len(text) - SHOWN))

@@ -91,17 +91,17 @@ def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
 
 def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Config]) -> list[Problem]:
     """What is wrong with these, and with the data of runs whose configuration is known, before anything is queued."""
-    found = [problem for run in sweep.runs for problem in password_problems(run.settings)]
+    all_problems = [problem for run in sweep.runs for problem in password_problems(run.settings)]
     for config in configs.values():
-        found += [*lacking_weights(config), *data_problems(config)]
-        found += [*device_problems(config), *resume_problems(config.run.resume)]
+        all_problems += [*lacking_weights(config), *data_problems(config)]
+        all_problems += [*device_problems(config), *resume_problems(config.run.resume)]
     for array in arrays:
-        found += [*cluster_problems(array.job.cluster), *job_problems(array.job)]
+        all_problems += [*cluster_problems(array.job.cluster), *job_problems(array.job)]
     if (silence := scheduler.silence()) is not None:
-        found.append(Problem("cluster", f"can't be asked: {silence}"))
+        all_problems.append(Problem("cluster", f"can't be asked: {silence}"))
     elif arrays:
-        found += partition_problems(arrays[0].job.cluster, 1)
-    return list(dict.fromkeys(found))
+        all_problems += partition_problems(arrays[0].job.cluster, 1)
+    return list(dict.fromkeys(all_problems))
 
 
 def script(array: ArrayJob) -> str:

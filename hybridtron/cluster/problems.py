@@ -42,7 +42,8 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
 
 def device_problems(config: Config) -> Iterator[Problem]:
     """A job asks for GPUs where its cluster or its precision is one of GPUs: without any it would run on CPUs."""
-    cluster, key = config.cluster, "cluster.gpus_per_node"
+    cluster = config.cluster
+    key = "cluster.gpus_per_node"
     if cluster.gpus_per_node:
         return
     if cluster.peak_tflops is not None:
@@ -52,10 +53,12 @@ def device_problems(config: Config) -> Iterator[Problem]:
         cure = f"write {key}=8, or as many as a node has; or a cluster that says it; CPUs are cluster=local"
         yield Problem(key, f"is 0, so that the job would get no GPUs: {says}: {cure}")
         return
-    phases = [phase.precision for phase in resolve(config)]
-    if phases and not any(one.name is Precision.fp32 or one.emulate for one in phases):
+    precisions = [phase.precision for phase in resolve(config)]
+    if precisions and not any(precision.name is Precision.fp32 or precision.emulate for precision in precisions):
         cure = f"write {key}=8, or as many as a node has; to train on CPUs write precision=fp32"
-        yield Problem(key, f"is 0, so that the job would get no GPUs, which precision={phases[0].name} is for: {cure}")
+        yield Problem(
+            key, f"is 0, so that the job would get no GPUs, which precision={precisions[0].name} is for: {cure}"
+        )
 
 
 def resume_problems(resume: str) -> Iterator[Problem]:

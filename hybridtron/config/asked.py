@@ -17,15 +17,15 @@ def read_keys(path: Path, known: Collection[str], where: str = "") -> dict[str, 
     """What the file says, under some of the known keys; `where` is the option that names it. Else Unusable."""
     name = f"{where} {path}".strip()
     try:
-        found = yaml_of(read_regular(path, GREATEST))
+        content = yaml_of(read_regular(path, GREATEST))
     except NotParsed as error:
         raise Unusable(f"{name} can't be read: it {error}") from error
     except OSError as error:
         raise Unusable(f"{name} can't be read: {error.strerror or error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise Unusable(f"{name} must hold {', '.join(known)}")
-    require_known(name, found, known)
-    return found
+    require_known(name, content, known)
+    return content
 
 
 def require_known(name: str, found: Collection[Any], known: Collection[str]) -> None:

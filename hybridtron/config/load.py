@@ -61,8 +61,8 @@ RENAMED = {"of_weights": "from_checkpoint"}  # former names of choices
 def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     """Compose what the arguments ask for. Raises ConfigError with every unknown key and ill-typed value."""
     groups = groups_of(configs)
-    arguments, found = without_spaces(arguments)
-    found += not_settings(arguments, lambda text: _recipe_meant(configs, text))
+    arguments, problems = without_spaces(arguments)
+    problems += not_settings(arguments, lambda text: _recipe_meant(configs, text))
     settings = [argument.partition("=") for argument in arguments if argument.find("=") > 0]
     named = [(ALIASES.get(key, key), value) for key, _, value in settings]
     values = [(key, value) for key, value in named if key not in groups]
@@ -72,9 +72,9 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
             try:
                 choices.append(chosen(group, RENAMED.get(name, name), _known(group, configs)))
             except ConfigError as error:
-                found += error.problems
-    if found:
-        raise ConfigError(found)
+                problems += error.problems
+    if problems:
+        raise ConfigError(problems)
     composed = composed_of(configs, [choice for choice in choices if choice.group != "model"])
     for choice in choices:
         if choice.group == "model":
@@ -83,15 +83,15 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     # the other arguments may override what came from there.
     of_checkpoint = [value for key, value in values if key == weights.KEY]
     others = [(key, value) for key, value in values if key != weights.KEY]
-    found = [p for value in of_checkpoint if (p := _set(composed, weights.KEY, value))]
+    problems = [p for value in of_checkpoint if (p := _set(composed, weights.KEY, value))]
     try:
         weights.settle(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError([*found, unresolved(error)]) from error
-    found += [p for key, value in others if (p := _set(composed, key, value))]
+        raise ConfigError([*problems, unresolved(error)]) from error
+    problems += [p for key, value in others if (p := _set(composed, key, value))]
     if missing := weights.unknown(composed):  # nothing that hangs on them can be looked up
-        raise ConfigError([*found, *missing])
-    return _typed(composed, [*found, *secrets_from_environment(composed)])
+        raise ConfigError([*problems, *missing])
+    return _typed(composed, [*problems, *secrets_from_environment(composed)])
 
 
 def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str], list[OutsideFile]]:
@@ -155,8 +155,8 @@ def choices_of(group: str, configs: Path = CONFIGS) -> list[str]:
 
 def _known(group: str, configs: Path) -> list[str]:
     """The names of a group, those of the user's configs/ too."""
-    own = own_folder(configs)
-    return sorted({*choices_of(group, configs), *(choices_of(group, own) if own else ())})
+    own_configs = own_folder(configs)
+    return sorted({*choices_of(group, configs), *(choices_of(group, own_configs) if own_configs else ())})
 
 
 def _recipe_meant(configs: Path, text: str) -> str | None:

@@ -35,10 +35,11 @@ CONFIG_OPTIONS = ("config", "config_dir", "config_file", "config_name", "config_
 def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
     """The arguments without those that spaces cut apart, `recipe = laptop`, each of which is a problem."""
     left = list(arguments)
-    found = []
+    problems = []
     at = 1
     while at < len(left):
-        key, value = left[at - 1], left[at]
+        key = left[at - 1]
+        value = left[at]
         whole = "=" not in key.removesuffix("=") and "=" not in value.removeprefix("=") and not value.startswith("-")
         if whole and value == "=" and at + 1 < len(left):
             pieces = [key, value, left[at + 1]]
@@ -48,8 +49,8 @@ def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
             at += 1
             continue
         del left[at - 1 : at - 1 + len(pieces)]
-        found.append(Problem(" ".join(pieces), f"has spaces: write {''.join(pieces)}"))
-    return left, found
+        problems.append(Problem(" ".join(pieces), f"has spaces: write {''.join(pieces)}"))
+    return left, problems
 
 
 def not_settings(arguments: Sequence[str], recipe_meant: Callable[[str], str | None]) -> Iterator[Problem]:

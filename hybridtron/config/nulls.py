@@ -1,8 +1,7 @@
-"""What Hydra composes, made typed: here a `null` of a recipe is still there to be seen.
+"""Conversion of what Hydra composes to the schema, while a `null` of a recipe can still be seen.
 
-In the schema null says of a key of a phase that it is left as the run has it, and so do configurations that runs have
-written, which name every key and can be a recipe. A person who writes `mixture: null` into a phase, or under `data`,
-wants none.
+In the schema, null leaves a key of a phase as the run has it. Configurations that runs have written use it so: they
+name every key, and can be recipes. A person who writes `mixture: null` into a phase, or under `data`, wants no mixture.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ class ComposedConfig(Config):
 
 
 def typed(composed: DictConfig) -> DictConfig:
-    """What was composed, by the schema. ConfigError where it does not fit."""
+    """Convert a composed configuration to the schema. Raises ConfigError where it does not fit."""
     plain: Any = OmegaConf.to_container(composed)
     if isinstance(data := plain["data"], dict) and data.get(MIXTURE, {}) is None:
         data[MIXTURE] = {}
     plain["phases"] = without_null_mixtures(plain["phases"])
     try:
-        made = OmegaConf.merge(OmegaConf.structured(Config), plain)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), plain)
     except OmegaConfBaseException as error:
         raise ConfigError([unresolved(error)]) from error
-    assert isinstance(made, DictConfig)
-    OmegaConf.set_struct(made, True)
-    return made
+    assert isinstance(merged, DictConfig)
+    OmegaConf.set_struct(merged, True)
+    return merged
 
 
 def without_null_mixtures(value: Any) -> Any:

@@ -54,17 +54,22 @@ class OutsideFile:
 
     @property
     def package(self) -> str:
-        """Where its keys stand: a recipe's in the whole configuration, those of other groups in their section."""
+        """The section that its keys belong to: the whole configuration for a recipe, else that of its group."""
         written = _PACKAGE.search(self.text)
         return written[1] if written else "_global_" if self.group == "recipe" else self.group
 
 
 def own_folder(configs: Path) -> Path | None:
-    """The user's configs/ beside the package's, unless that is the same, or has all of it already."""
-    own = OWN.absolute()
-    if configs != shipped("configs") or (configs / COMPLETE).exists() or not own.is_dir() or own.samefile(configs):
+    """Find the user's configs/ beside the package's; None where both are the same, or `configs` is complete."""
+    folder = OWN.absolute()
+    if (
+        configs != shipped("configs")
+        or (configs / COMPLETE).exists()
+        or not folder.is_dir()
+        or folder.samefile(configs)
+    ):
         return None
-    return own
+    return folder
 
 
 def groups_of(configs: Path) -> list[str]:
@@ -73,18 +78,18 @@ def groups_of(configs: Path) -> list[str]:
 
 
 def files_of(folder: Path, group: str) -> list[str]:
-    """The names of a group that have a file in this folder."""
-    found = (path for path in (folder / group).rglob("*.yaml") if path.is_file())
-    return sorted(path.relative_to(folder / group).with_suffix("").as_posix() for path in found)
+    """List the names of a group that have a file in this folder."""
+    paths = (path for path in (folder / group).rglob("*.yaml") if path.is_file())
+    return sorted(path.relative_to(folder / group).with_suffix("").as_posix() for path in paths)
 
 
 def is_path(name: str) -> bool:
-    """Whether a choice is a file and not a name: `./mine.yaml`."""
+    """Check whether a choice is a file such as `./mine.yaml`, not a name."""
     return name.endswith((".yaml", ".yml")) or name.startswith(("./", "../", "/", "~"))
 
 
 def is_file(path: str) -> bool:
-    """Whether a file is there; a name that no file can have names none."""
+    """Check whether a file exists; a name that no file can have is no error."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):
@@ -93,7 +98,7 @@ def is_file(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a group is set to: a name, and the file that it stands for where that was named by a path."""
+    """The choice for a group: a name, and the file that it stands for where a path was given."""
 
     group: str
     name: str
@@ -101,7 +106,7 @@ class Choice:
 
 
 def chosen(group: str, value: str, names: Sequence[str]) -> Choice:
-    """What `group=value` chooses, where the group has these names. Raises ConfigError with what would work."""
+    """Resolve `group=value`, where the group has these names. Raises ConfigError with what would work."""
     if value in names:
         return Choice(group, value)
     if not is_path(value):

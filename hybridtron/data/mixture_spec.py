@@ -42,21 +42,21 @@ class MixtureSource(NamedTuple):
 def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
     """The sources that are read, from folders as `opened` gives them; FolderError where they don't fit together."""
     if data.mixture:
-        found = [mixture_source(name, entry, data.path, opened) for name, entry in data.mixture.items()]
+        mixture = [mixture_source(name, entry, data.path, opened) for name, entry in data.mixture.items()]
     else:
         folder = opened(data.path)
         sources = folder.manifest.splits["train"].items()
-        found = [MixtureSource(name, folder, name, float(of_source.tokens)) for name, of_source in sources]
-    if not found:
+        mixture = [MixtureSource(name, folder, name, float(of_source.tokens)) for name, of_source in sources]
+    if not mixture:
         raise FolderError(data.path, "has no tokens to train on")
-    whole = sum(source.weight for source in found)
-    for source in found:
-        _check_alike(found[0], source)
+    whole = sum(source.weight for source in mixture)
+    for source in mixture:
+        _check_alike(mixture[0], source)
         if source.weight < SMALLEST_SHARE * whole:
             few = f"({source.name}) is {source.weight / whole:.1e} of all that is read"
             cure = f"leave it out, or give it a weight in data.mixture of at least {SMALLEST_SHARE:.0e} of all weights"
             raise FolderError(source.folder.name, f"{few}: {cure}")
-    return found
+    return mixture
 
 
 class NamedSource(NamedTuple):
@@ -73,11 +73,11 @@ class NamedSource(NamedTuple):
 def named_sources(data: DataConfig) -> list[NamedSource]:
     """The sources that are read, as far as that can be said without opening them."""
     whole = sum(entry.weight for entry in data.mixture.values())
-    found = []
+    sources = []
     for name, entry in data.mixture.items():
         inside = f", {entry.source}" if entry.source and entry.source != name else ""
-        found.append(NamedSource(name, f"{entry.path or data.path}{inside}", entry.weight / whole))
-    return found or [NamedSource("", data.path, 1.0)]
+        sources.append(NamedSource(name, f"{entry.path or data.path}{inside}", entry.weight / whole))
+    return sources or [NamedSource("", data.path, 1.0)]
 
 
 def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened: Opened) -> MixtureSource:
@@ -97,7 +97,8 @@ def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened
 
 def _check_alike(first: MixtureSource, other: MixtureSource) -> None:
     """The sources of a mixture mean the same by a token, and end a document with the same one."""
-    ours, theirs = first.folder.manifest, other.folder.manifest
+    ours = first.folder.manifest
+    theirs = other.folder.manifest
     if theirs.tokenizer != ours.tokenizer:
         raise FolderError(
             other.folder.name,

@@ -1,4 +1,4 @@
-"""Whether the data of each phase is there, fits together, and is enough, without reading tokens.
+"""Checks that the data of each phase is there, fits together, and is enough, without reading tokens.
 
 Training and its plan refuse what is found here; `inspect`, `rehearse` and a dry run of `submit` do not, since they may
 be asked where the data is not. A phase that opens what could not be seen before, such as a URL, asks
@@ -29,9 +29,9 @@ RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi", "data/language", 
 
 
 def data_problems(config: Config) -> list[Problem]:
-    """What is wrong with the data of each phase, as far as it can be seen on this machine without reading tokens.
+    """List what is wrong with the data of each phase, as far as this machine can see it without reading tokens.
 
-    What a URL holds is looked at when a phase opens it.
+    The content of a URL is checked when a phase opens it.
     """
     opened: dict[str, TokenFolder] = {}
 
@@ -40,11 +40,11 @@ def data_problems(config: Config) -> list[Problem]:
             opened[path] = TokenFolder.open(Path(path))
         return opened[path]
 
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     for phase in resolve(config):
-        for problem in _phase_problems(phase, opened_once):  # one that several phases have is said of the first
-            found.setdefault(problem.message.replace(_reader(phase), ""), problem)
-    return list(found.values())
+        for problem in _phase_problems(phase, opened_once):  # a problem of several phases names the first
+            problems.setdefault(problem.message.replace(_reader(phase), ""), problem)
+    return list(problems.values())
 
 
 def _reader(phase: ResolvedPhase) -> str:
@@ -53,7 +53,9 @@ def _reader(phase: ResolvedPhase) -> str:
 
 
 def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
-    data, key, vocab_size = phase.data, phase.key("data.path"), phase.model.vocab_size
+    data = phase.data
+    key = phase.key("data.path")
+    vocab_size = phase.model.vocab_size
     if data.source == Source.embedded and vocab_size < SMALLEST_VOCABULARY:
         needs = f"data.source=embedded makes a byte-level vocabulary, which needs at least {SMALLEST_VOCABULARY}"
         return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
@@ -66,17 +68,19 @@ def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
         return faults
     if any(is_url(path) for path in paths):
         return []
-    found = mixture_of(data, opened)
-    if data.source == Source.folder and (misplaced := [one for one in found if _is_misplaced(one.folder)]):
+    mixture = mixture_of(data, opened)
+    if data.source == Source.folder and (misplaced := [source for source in mixture if _is_misplaced(source.folder)]):
         where = misplaced[0].folder.path
         cure = f"move it to {EMBEDDED_PATH.format(vocab_size)}, and prepare the text that this recipe is for"
         return [Problem(key, f"is {where}, which an earlier version filled with Python's own texts; {cure}")]
-    return content_problems(key, phase, found)
+    return content_problems(key, phase, mixture)
 
 
 def _folder_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
     """Each folder of a phase that can't be read, under the key that names it, or else why they are no mixture."""
-    data, faults, is_here = phase.data, dict[str, FolderError](), not is_url(phase.data.path)
+    data = phase.data
+    faults: dict[str, FolderError] = {}
+    is_here = not is_url(data.path)
     for name, entry in data.mixture.items():
         if is_url(entry.path or data.path):
             is_here = False
@@ -115,7 +119,7 @@ def _is_recipes_path(path: str) -> bool:
 
 
 def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
-    """What an embedded corpus will lack whatever its vocabulary is: a token is a byte of the text at least."""
+    """List what an embedded corpus will lack whatever its vocabulary is: a token is a byte of the text at least."""
     data = phase.data
     try:
         tokens = parse_tokens(phase.settings.tokens)
@@ -124,7 +128,7 @@ def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
     if data.epochs is None:
         return []
     most = sizes()
-    weights: Mapping[str, float] = {name: one.weight for name, one in data.mixture.items()} or most
+    weights: Mapping[str, float] = {name: entry.weight for name, entry in data.mixture.items()} or most
     if not set(weights) <= set(most):
         return []  # names of the mixture's own, which the folder resolves
     whole = sum(weights.values())
@@ -132,7 +136,7 @@ def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
 
 
 def content_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
-    """What makes opened sources unfit for the model and the lengths of a phase."""
+    """List what makes opened sources unfit for the model and the lengths of a phase."""
     folders = {source.folder.name: source.folder for source in found}
     vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, phase, folder)]
     vocabulary += meaning_problems(phase.config, phase.index, found[0].folder)
@@ -141,7 +145,8 @@ def content_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSour
 
 def _vocabulary_problems(key: str, phase: ResolvedPhase, folder: TokenFolder) -> list[Problem]:
     """An embedded folder must have been made for this vocabulary size; any other may be smaller than the model's."""
-    has, vocab_size = folder.manifest.vocab_size, phase.model.vocab_size
+    has = folder.manifest.vocab_size
+    vocab_size = phase.model.vocab_size
     if phase.data.source == Source.embedded:
         made_for = folder.manifest.origin.get("asked_vocab_size", has)
         if vocab_size in (has, made_for):
@@ -170,7 +175,7 @@ def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> li
 
 
 def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: str) -> list[Problem]:
-    """Of the sources that a phase reads too often, the one that it reads most often."""
+    """Report the source that a phase reads most often, where that is too often."""
     most = phase.data.epochs
     source = max(reads, key=lambda name: reads[name])
     if most is None or reads[source] <= most:
@@ -186,7 +191,8 @@ def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: s
 
 def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
     """Every source has text for a row of training, and one of them held-out text for the longest row."""
-    seq_len, reader = phase.settings.seq_len, _reader(phase)
+    seq_len = phase.settings.seq_len
+    reader = _reader(phase)
     longest = seq_len * max((1, *phase.config.run.eval_lengths))
     problems = []
     for one in found:

@@ -35,7 +35,8 @@ class Sources:
     @staticmethod
     def open(phase: ResolvedPhase) -> Sources:
         """What a phase reads; ConfigError where it does not fit, now that it can be looked at."""
-        data, key = phase.data, phase.key("data.path")
+        data = phase.data
+        key = phase.key("data.path")
         if data.source == Source.embedded:
             prepare_embedded(Path(data.path), phase.model.vocab_size)
         cache = cache_options(data)

@@ -153,7 +153,7 @@ class Attending:
         self.sums[shift] = self.sums.get(shift, 0) + sums_H3
 
     def tensors(self) -> dict[str, Tensor]:
-        """What adds up over ranks, by name."""
+        """List by name the tensors that are summed over ranks."""
         return {str(shift): sums_H3 for shift, sums_H3 in self.sums.items()}
 
     def with_tensors(self, found: Mapping[str, Tensor]) -> Attending:
@@ -182,7 +182,7 @@ class Selecting:
         self.logs_BE = self.logs_BE + torch.xlogy(delta_BLE, delta_BLE).sum(1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What adds up over ranks, by name."""
+        """List by name the tensors that are summed over ranks."""
         sums = {"sum": torch.as_tensor(self.sum_BE), "logs": torch.as_tensor(self.logs_BE)}
         return {"tokens": torch.tensor(self.tokens), **sums}
 

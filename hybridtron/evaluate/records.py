@@ -50,7 +50,7 @@ def recorded(file: Path, about: Mapping[str, Any]) -> list[Line]:
 
 
 def _same(key: str, before: Any, now: Any) -> bool:
-    """Whether both are equal; kernels that only the older one names are of ops that the model does not use."""
+    """Compare two values of a key; of kernels, only those of ops that are used now."""
     if key == "kernels" and before and now:
         return all(before.get(op) == form for op, form in now.items())
     return before == now

@@ -26,7 +26,7 @@ AVERAGES = {**RULER_SE_GROUPS, "ruler_se": tuple(name for names in RULER_SE_GROU
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What was found out about a checkpoint, the files of its pictures by their titles, and tables by instrument."""
+    """The results of a checkpoint, with picture files by their titles and tables by instrument."""
 
     name: str
     folder: Path

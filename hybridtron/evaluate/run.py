@@ -127,7 +127,7 @@ def _key(name: str, suite: Suite, wishes: Wishes) -> str:
 
 
 def _is_measured(key: str, name: str, lines: Iterable[Line], output: Path) -> bool:
-    """Whether the files of an instrument are those of this length and number of rows."""
+    """Check whether an instrument was measured with this key, which has its length and number of rows."""
     newest = next((line for line in reversed(list(lines)) if line["task"] == name), None)
     if newest is None or newest["key"] != key:
         return False
@@ -137,7 +137,7 @@ def _is_measured(key: str, name: str, lines: Iterable[Line], output: Path) -> bo
 def _unread_text(
     model: Served, suite: Suite, seq_len: int, wishes: Wishes, output: Path, header: Mapping[str, Any]
 ) -> Text | None:
-    """What instruments will read, before anything is written or measured; None where all have read it."""
+    """Read the text for instruments, before anything is written or measured; None where all are measured."""
     lines = recorded(output / "samples.jsonl", header)
     if all(_is_measured(_key(name, suite, wishes), name, lines, output) for name in suite.instruments):
         return None
@@ -163,18 +163,18 @@ def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: i
     lines = list(records.lines.values())
     rows = rows_of(lines, records.about) + _verdict(lines, records, output, seq_len)
     newest = {line["task"]: line for line in lines if line["task"] in INSTRUMENTS}
-    there = [name for name in INSTRUMENTS if name in newest and not newest[name].get("nothing")]
-    tables = {name: table_of(name, output, seq_len) for name in there}
-    without = [f"{name}: {NO_LAYER}" for name in newest if name not in there]
+    with_table = [name for name in INSTRUMENTS if name in newest and not newest[name].get("nothing")]
+    tables = {name: table_of(name, output, seq_len) for name in with_table}
+    without = [f"{name}: {NO_LAYER}" for name in newest if name not in with_table]
     left_out = [*suite.left_out, *without]
     shown = {name: table._asdict() for name, table in tables.items()}
     results = {"rows": rows, "left_out": left_out, "instruments": shown}
     write_whole(output / "results.json", json.dumps(results, indent=1) + "\n")
-    one = Evaluated(name, output, records.about, rows, lines, left_out, tables=tables)
+    evaluated = Evaluated(name, output, records.about, rows, lines, left_out, tables=tables)
     if is_there("matplotlib"):
-        draw_all(one, seq_len)
-    write_whole(output / "index.html", page(name, [one]))
-    return one
+        draw_all(evaluated, seq_len)
+    write_whole(output / "index.html", page(name, [evaluated]))
+    return evaluated
 
 
 def _verdict(lines: Iterable[Line], records: Records, output: Path, seq_len: int) -> list[Row]:

@@ -196,14 +196,14 @@ def _lengths(entry: Mapping[str, Any]) -> list[Any]:
 
 def tokens_of(text: str | int, seq_len: int) -> int:
     """`4096`, `4x`, `1/4x` -> tokens."""
-    found = re.fullmatch(r"(?:(\d{1,9})/)?0*([1-9]\d{0,19})(x?)", str(text), re.ASCII)
-    if found is None or (found[1] and not found[3]):
+    match = re.fullmatch(r"(?:(\d{1,9})/)?0*([1-9]\d{0,19})(x?)", str(text), re.ASCII)
+    if match is None or (match[1] and not match[3]):
         raise Unusable(
             f"a length is {shortened(str(text))}, must be tokens such as 8192, or training lengths such as 16x"
         )
-    if found[1]:
-        return max(1, int(found[1]) * seq_len // int(found[2]))
-    tokens = int(found[2]) * (seq_len if found[3] else 1)
+    if match[1]:
+        return max(1, int(match[1]) * seq_len // int(match[2]))
+    tokens = int(match[2]) * (seq_len if match[3] else 1)
     if tokens > MOST_TOKENS:
         raise Unusable(f"a length is {shortened(str(text))}, must be at most {MOST_TOKENS:,} tokens")
     return tokens

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from hybridtron.nested import NotParsed, json_of
 from hybridtron.regular_files import Unreadable, read_regular, require_regular
 
-LARGEST, LARGEST_OTHER = 2**24, 2**28  # bytes: of a JSON that is read here, and of one that transformers may read
+LARGEST = 2**24  # bytes of a JSON that is read here
+LARGEST_OTHER = 2**28  # bytes of a JSON that transformers may read
 MOST_LAYERS, MOST = 10_000, 2**28
 
 
@@ -136,14 +137,14 @@ def require_files(folder: Path) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object."""
     try:
-        found = json_of(read_regular(path, LARGEST).decode())
+        content = json_of(read_regular(path, LARGEST).decode())
     except NotParsed as error:
         raise CannotImport(f"{path} can't be read: it {error}") from error
     except (OSError, ValueError) as error:
         raise CannotImport(f"{path} can't be read: {error}") from error
-    if not isinstance(found, dict):
-        raise CannotImport(f"{path} holds {reprlib.repr(found)}, must hold an object")
-    return found
+    if not isinstance(content, dict):
+        raise CannotImport(f"{path} holds {reprlib.repr(content)}, must hold an object")
+    return content
 
 
 def _faults(settings: dict[str, Any]) -> Iterator[str]:

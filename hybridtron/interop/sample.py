@@ -88,10 +88,10 @@ def _of_whole(name: str, taken: list[int]) -> str:
 
 
 def _settings(folder: Path, whole: ModelConfig, part: ModelConfig, target: Native) -> dict[str, object]:
-    """The folder's config.json, with what is otherwise in a model of fewer layers."""
-    found = read_object(folder / "config.json")
+    """Read the folder's config.json, with the values that differ in a model of fewer layers."""
+    settings = read_object(folder / "config.json")
     of_whole, of_part = target.config(whole, 1), target.config(part, 1)
-    return found | {key: value for key, value in of_part.items() if of_whole.get(key) != value}
+    return settings | {key: value for key, value in of_part.items() if of_whole.get(key) != value}
 
 
 def _ours(checkpoint: Checkpoint, model: ModelConfig, taken: list[int]) -> LanguageModel:

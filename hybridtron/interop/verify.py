@@ -49,7 +49,7 @@ class NotTheSame(ValueError):
 
 @dataclass(frozen=True)
 class Proof:
-    """How far the logits were apart at most, as a share of the largest; and a caution about the folder's class."""
+    """The largest difference of logits, as a share of the largest logit; and a caution about the folder's class."""
 
     lengths: tuple[int, ...]
     logits: float
@@ -182,10 +182,10 @@ def brings_our_code(folder: Path) -> bool:
         raise NotTheSame(f"{folder / 'config.json'} names code that is not ours in auto_map: {auto_map}")
     if (folder / "adapter_config.json").exists():
         raise NotTheSame(f"{folder / 'adapter_config.json'} names another model, whose code is not run")
-    found = {path.relative_to(folder).as_posix(): read_regular(path, LARGEST) for path in sorted(folder.rglob("*.py"))}
-    if not is_shipped(found):
+    files = {path.relative_to(folder).as_posix(): read_regular(path, LARGEST) for path in sorted(folder.rglob("*.py"))}
+    if not is_shipped(files):
         ours = shipped_code()
-        other = [name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name)]
+        other = [name for name in files.keys() | ours.keys() if files.get(name) != ours.get(name)]
         raise NotTheSame(f"{folder / min(other)} is not this version's or an earlier one's, and is not run")
     return True
 
@@ -239,7 +239,7 @@ def _has_floors(model: ModelConfig) -> bool:
 
 
 def takes_former_cache(theirs: Any) -> bool:
-    """Whether a class knows its cache by another name than the transformers that is installed.
+    """Check whether a class takes its cache by a name that the installed transformers has replaced.
 
     transformers 5.24 renamed `past_key_values` to `cache`. The class that version 0.1.0 shipped has the former name: it
     reads rows as before, and continues them without what it has read.

@@ -92,10 +92,10 @@ class _File:
 
     def variants(self) -> list[Variant]:
         found = []
-        given = {"": []} if self.parts.get("variants") is None else self.parts["variants"]
-        if not isinstance(given, dict) or not given:
+        by_name = {"": []} if self.parts.get("variants") is None else self.parts["variants"]
+        if not isinstance(by_name, dict) or not by_name:
             raise self.wrong("variants", "must be settings by name, such as `samba: [recipe=laptop]`")
-        for name, value in given.items():
+        for name, value in by_name.items():
             part, named = f"variants.{name}", None
             if not isinstance(name, str | int):
                 raise self.wrong(part, "must have a name that is a text")
@@ -110,10 +110,10 @@ class _File:
         return found
 
     def grid(self) -> dict[str, list[str]]:
-        given = {} if self.parts.get("grid") is None else self.parts["grid"]
-        if not isinstance(given, dict):
+        grid = {} if self.parts.get("grid") is None else self.parts["grid"]
+        if not isinstance(grid, dict):
             raise self.wrong("grid", f"must be values by key, such as `{SEED}: [0, 1]`")
-        for key, values in given.items():
+        for key, values in grid.items():
             if not isinstance(key, str):
                 raise self.wrong("grid", f"has the key {key!r}, must have keys of the configuration such as {SEED}")
             if not isinstance(values, list) or not values:
@@ -123,7 +123,7 @@ class _File:
             texts = [_text(value) for value in values]
             if len(set(texts)) < len(texts):
                 raise self.wrong(f"grid.{key}", "has a value twice")
-        return {key: [_text(value) for value in values] for key, values in given.items()}
+        return {key: [_text(value) for value in values] for key, values in grid.items()}
 
     def metrics(self) -> tuple[str, ...]:
         given = self.parts.get("metrics", list(DEFAULT_METRICS))
@@ -136,8 +136,8 @@ def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
     """The sweep of a file, with further settings of all runs behind its own. Unusable names what is wrong."""
     parts = read_keys(path, KEYS)
     file = _File(path, parts)
-    own = file.settings("settings", [] if parts.get("settings") is None else parts["settings"])
-    shared = (*own, *file.settings("the command line", list(settings)))
+    of_file = file.settings("settings", [] if parts.get("settings") is None else parts["settings"])
+    shared = (*of_file, *file.settings("the command line", list(settings)))
     grid = file.grid()
     short = _short_names(list(grid))
     runs: dict[str, SweepRun] = {}

@@ -41,19 +41,20 @@ def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) 
 
 def check_unchanged(start: Checkpoint, config: Config) -> None:
     """Raise ConfigError where a run that has finished is started with other keys, which nothing would be done with."""
-    step, held = start.meta.step, dict(_leaves(to_plain(start.config)))
+    step = start.meta.step
+    held = dict(_leaves(to_plain(start.config)))
     ours = dict(_leaves(to_plain(phase_ending_at(resolve(config), step).config)))
     if last_step(config) == step:
         ours["run.max_steps"] = held.get("run.max_steps")
-    found = [
+    problems = [
         Problem(key, f"is {_shown(ours, key)}, and was {_shown(held, key)} when {config.run.dir} was trained")
         for key in {**ours, **held}
         if ours.get(key) != held.get(key) and not FREE.fullmatch(key)
     ]
-    if found:
+    if problems:
         why = f"has finished at step {step}, so that nothing would be done with these keys: leave them as they were"
         other = "a run of its own is run.name=NAME or run.dir=FOLDER, one from scratch here run.resume=never"
-        raise ConfigError([*found, Problem("run.dir", f"{why}; {other}; phases or run.max_steps train further")])
+        raise ConfigError([*problems, Problem("run.dir", f"{why}; {other}; phases or run.max_steps train further")])
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

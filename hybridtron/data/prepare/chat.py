@@ -80,7 +80,8 @@ class ChatTemplate:
         if BEGIN in whole:
             text, spans = _marked(whole)
         else:
-            text, spans = whole, _turns(places, ends)
+            text = whole
+            spans = _turns(places, ends)
         eos = dict(self.tokens).get("eos_token")
         if eos and text.rstrip().endswith(eos):
             text = text.rstrip()  # it ends there, as every document does

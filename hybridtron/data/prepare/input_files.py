@@ -22,7 +22,8 @@ from hybridtron.data.prepare.documents import ArgumentError, Input, in_runs
 from hybridtron.data.prepare.formats import inputs_of, known_formats
 from hybridtron.data.prepare.input_tokens import MDS_INDEX
 
-TEXT_FILES, TEXT_BYTES = 1000, 2**26  # text files, or bytes of them, that make one input
+TEXT_FILES = 1000  # in one input at most
+TEXT_BYTES = 2**26  # of text files, enough for one input
 
 
 @dataclass(frozen=True)

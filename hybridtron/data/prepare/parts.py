@@ -78,7 +78,8 @@ def part_name(number: int) -> str:
 
 def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
     """Write a part and its record; gives the bytes of inputs that were read, and the tokens, since the last time."""
-    settings, inputs = job.settings, job.parts[number]
+    settings = job.settings
+    inputs = job.parts[number]
     part = PartWriter(
         job.work / TOKENS,
         part_name(number),
@@ -96,7 +97,8 @@ def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
 
 def _write_input(one: Input, tally: Tally, part: PartWriter, job: PrepareJob) -> Iterator[tuple[int, int]]:
     """Write the documents of one input to the part; gives bytes and tokens since the last time."""
-    settings, vocabulary = job.settings, job.vocabulary
+    settings = job.settings
+    vocabulary = job.vocabulary
     reading = InputOptions(settings.text_key, settings.source, vocabulary.separator, settings.learn, vocabulary.chat)
     behind = 0
     for batch in in_runs(read(one, reading, tally), lambda document: len(document.content), BATCH, MOST):
@@ -177,7 +179,7 @@ def _about(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def holds_documents(job: PrepareJob) -> bool:
-    """Whether a part with a document is finished: all else is written again in any case."""
+    """Check whether a finished part has a document: all else is written again in any case."""
     for file in (job.work / "records").glob("*.npz"):
         with np.load(file, allow_pickle=False) as arrays:
             if _about(arrays)["entries"]:

@@ -18,7 +18,8 @@ class PrepareProgress:
     """Counts bytes of the inputs and tokens, of this call and of the earlier calls that it resumes."""
 
     def __init__(self, job: PrepareJob, finished: Collection[int]) -> None:
-        self.job, self.tokens = job, 0
+        self.job = job
+        self.tokens = 0
         read = [one for number in finished for one in job.parts[number]]
         self.inputs = len(read)
         self.remarks: set[str] = set()

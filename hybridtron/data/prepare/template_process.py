@@ -20,11 +20,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has: around what is learned
+BEGIN = "\ufdd0"  # before what is learned: a noncharacter of Unicode, which no text has
+END = "\ufdd1"  # behind what is learned: a noncharacter too
 PROGRAM = Path(__file__).with_name("template_program.py")
 LENGTH = struct.Struct("<Q")
-SECONDS, WALL_SECONDS = 5, 120  # of computing, and on the clock, where a machine is busy
-MEMORY, LONGEST = 2**30, 2**26  # bytes of the process; characters of all texts that are asked for at once
+SECONDS = 5  # of computing
+WALL_SECONDS = 120  # on the clock, where a machine is busy
+MEMORY = 2**30  # bytes of the process
+LONGEST = 2**26  # characters of all texts that are asked for at once
 ENDING_SECONDS = 10  # for a process that has closed its pipe
 MOST_LOST = 3  # processes, after which no more conversations are tried
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -129,7 +129,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _as_json(value: Any, indent: int | None = None) -> str:
-    """As it is spelled in text; Jinja's own filter is for HTML."""
+    """Write JSON with its characters as they are; Jinja's own filter escapes them for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

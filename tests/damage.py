@@ -10,13 +10,13 @@ PAGE = 4096
 
 
 def put(path: Path, stored: bytes) -> None:
-    """A file in place of another one, which this process may have loaded and which must not change under it."""
+    """Put a new file in the place of one that this process may have loaded, and that must not change under it."""
     path.unlink()
     path.write_bytes(stored)
 
 
 def truncations(whole: bytes, count: int, seed: int) -> Iterator[bytes]:
-    """The file cut at lengths that are drawn; the seed is printed, for the next time."""
+    """Cut a file at random lengths; the seed is printed, so that a failure can be repeated."""
     print(f"lengths by seed {seed}")
     draw = random.Random(seed)
     for _ in range(count):
@@ -24,13 +24,13 @@ def truncations(whole: bytes, count: int, seed: int) -> Iterator[bytes]:
 
 
 def zeroed_pages(whole: bytes, count: int, seed: int) -> Iterator[bytes]:
-    """The file with zeros in place of a page's worth of bytes that were not all zero."""
+    """Overwrite a page of a file with zeros, at random places that were not all zero."""
     print(f"pages by seed {seed}")
     draw = random.Random(seed)
-    made = 0
-    while made < count:
+    yielded = 0
+    while yielded < count:
         first = draw.randrange(len(whole) - PAGE)
         damaged = whole[:first] + bytes(PAGE) + whole[first + PAGE :]
         if damaged != whole:
-            made += 1
+            yielded += 1
             yield damaged

@@ -243,20 +243,20 @@ def test_configuration_needs_no_torch() -> None:
 
 
 def files_read_elsewhere(source: SourceFile) -> list[int]:
-    """Lines that read a file of somebody else's past regular_files."""
+    """Lines that read a file without regular_files."""
     calls = [node for node in source.nodes if isinstance(node, ast.Call)]
     methods = [(call, call.func) for call in calls if isinstance(call.func, ast.Attribute)]
-    found = [call.lineno for call, method in methods if method.attr in ("read_text", "read_bytes")]
+    lines = [call.lineno for call, method in methods if method.attr in ("read_text", "read_bytes")]
     for call, method in methods:
         is_class = isinstance(method.value, ast.Name) and method.value.id[0].isupper()  # Checkpoint.open and the like
         if method.attr == "open" and not is_class:
-            found.append(call.lineno)
-    return found + [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "open"]
+            lines.append(call.lineno)
+    return lines + [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "open"]
 
 
 def test_imported_folders_are_read_through_one_door() -> None:
-    own = ("interop/shipped_code.py", "interop/definitions.py")  # read this package's own sources
-    inside = [source for source in SOURCES if source.room == "interop" and source.name not in own]
+    exempt = ("interop/shipped_code.py", "interop/definitions.py")  # read this package's own sources
+    inside = [source for source in SOURCES if source.room == "interop" and source.name not in exempt]
     assert {source.name: lines for source in inside if (lines := files_read_elsewhere(source))} == {}
 
 

@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def makes(answer: Path, tmp_path: Path) -> Callable[[Path], None]:
-    """A compiler that takes no time and leaves a line each time."""
+    """A compiler that takes no time and writes a line at each call."""
 
     def make(target: Path) -> None:
         with (tmp_path / "made").open("a") as file:
@@ -51,8 +51,8 @@ def makes(answer: Path, tmp_path: Path) -> Callable[[Path], None]:
 
 
 def times_made(tmp_path: Path) -> int:
-    made = tmp_path / "made"
-    return len(made.read_text().splitlines()) if made.exists() else 0
+    log = tmp_path / "made"
+    return len(log.read_text().splitlines()) if log.exists() else 0
 
 
 def test_a_library_is_compiled_once_and_kept_with_its_record(
@@ -103,7 +103,7 @@ def test_a_damaged_record_is_made_again(cache: Path, makes: Callable[[Path], Non
 
 
 def test_the_library_of_another_name_is_made_again(cache: Path, makes: Callable[[Path], None], tmp_path: Path) -> None:
-    """Renamed with its record, as by somebody who wants to save a compilation."""
+    """A library that somebody renamed with its record, to save a compilation, is made again."""
     load("native", "other.so", makes)
     for ending in ("", ".sha256"):
         shutil.copy(cache / f"other.so{ending}", cache / f"{NAME}{ending}")
@@ -147,7 +147,7 @@ def test_a_folder_that_stays_is_a_reason_and_nothing_is_compiled(
 
 
 def test_a_library_that_does_not_load_is_not_compiled_again(cache: Path, tmp_path: Path) -> None:
-    """Its bytes are those that the compiler wrote, so that the next attempt would end likewise."""
+    """A library with the bytes that the compiler wrote would fail again after another compilation."""
 
     def make(target: Path) -> None:
         with (tmp_path / "made").open("a") as file:
@@ -163,7 +163,7 @@ def test_a_library_that_does_not_load_is_not_compiled_again(cache: Path, tmp_pat
 def test_the_file_that_was_read_is_the_one_that_is_loaded(
     cache: Path, makes: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exchanged between the two, as another process may do, it is still the first one."""
+    """A file that another process exchanges between reading and loading is not the one that is loaded."""
     load("native", NAME, makes)
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" int answer() { return 666; }\n')
@@ -180,14 +180,14 @@ def test_the_file_that_was_read_is_the_one_that_is_loaded(
 
 
 def starts(count: int, cache: Path, program: str) -> list[str]:
-    """What each of several processes prints that begin at once."""
+    """Start several processes at once; return what each prints."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1]), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         for _ in range(count)
     ]
-    return [one.communicate(timeout=60)[0] for one in running]
+    return [process.communicate(timeout=60)[0] for process in running]
 
 
 AT_ONCE = """

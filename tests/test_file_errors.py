@@ -1,4 +1,4 @@
-"""What the operating system refuses: the file, the reason, and what helps."""
+"""Messages about refusals of the operating system name the file, the reason and what helps."""
 
 from __future__ import annotations
 

@@ -101,7 +101,8 @@ def test_a_group_of_one_user(
 @pytest.mark.parametrize("depth", range(2), ids=["native", "hybridtron"])
 def test_a_link_below_the_base_is_not_followed(depth: int, tmp_path: Path) -> None:
     path = opened(tmp_path / "base")
-    link, elsewhere = (path, *path.parents)[depth], tmp_path / "elsewhere"
+    link = (path, *path.parents)[depth]
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.rmtree(link)
     link.symlink_to(elsewhere)
@@ -165,7 +166,7 @@ def test_a_library_that_all_can_change(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def as_user(user: int, task: Callable[[], object]) -> str:
-    """What a task of another user raises or returns."""
+    """Run a task as another user; return its result or its error as text."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -99,7 +99,7 @@ def test_differences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_long_values_are_said_in_short() -> None:
-    """Hundreds of norms, and long texts that differ somewhere in them."""
+    """Shorten lists of hundreds of norms, and long texts that differ in one place."""
     left = [float(at) for at in range(500)]
     right = [*left[:100], 100.25, *left[101:300], 301.5, *left[301:]]
     said = "500 values, 2 different by at most 1.5, first different at 100: 100.0 and 100.25"

@@ -109,7 +109,8 @@ def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
     files = {f"{name}.{kind}" for name in names for kind in ("jsonl", "png")}
     assert {file.name for file in output.iterdir()} == {*files, *WRITTEN}
     assert said.splitlines()[-1] == f"written: {output / 'index.html'}"
-    page, results = (output / "index.html").read_text(), json.loads((output / "results.json").read_text())
+    page = (output / "index.html").read_text()
+    results = json.loads((output / "results.json").read_text())
     assert page.count("data:image/png;base64,") == 4
     for name in names:
         title = results["instruments"][name]["title"]
@@ -154,7 +155,7 @@ def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path
 def test_what_was_measured_is_shown_without_being_measured_again(
     run: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command again, also where the data is gone; another length, other data or attention is measured."""
+    """Recorded results are shown even where the data is gone; another length, other data or attention is measured."""
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     arguments = [moved, "--length", "4x", "--rows", "2", "--instruments", "states,positions"]
@@ -189,7 +190,7 @@ def test_what_was_measured_is_shown_without_being_measured_again(
 def test_progress_is_reported_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line each 30 seconds, with the time left at the pace so far."""
+    """Progress is a line every 30 seconds, with the time left at the pace so far."""
     seconds = iter([0.0, 10.0, 40.0, 50.0, 80.0])
     monkeypatch.setattr("hybridtron.cli.given.time.monotonic", lambda: next(seconds))
     with progress_bar("states (2 of 4)") as moved:

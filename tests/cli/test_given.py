@@ -1,4 +1,4 @@
-"""What commands say of a path that is no checkpoint: an export, a name on the Hub, a run that needs no import."""
+"""Messages about paths that are no checkpoints: an export, a name on the Hub, a run that needs no import."""
 
 from __future__ import annotations
 

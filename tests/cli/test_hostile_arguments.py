@@ -29,7 +29,7 @@ TAKING_A_PATH = [
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to be in, with what commands name there."""
+    """Enter a folder with the files that the commands name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop2")
     (tmp_path / "loop2").symlink_to("loop")
@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command says that ends with exit code 2."""
+    """Run a command that must end with exit code 2; return its message."""
     try:
         code: object = main(words)
     except SystemExit as end:
@@ -80,7 +80,8 @@ def test_a_folder_of_somebody_else(here: Path, capsys: pytest.CaptureFixture[str
     assert "belongs to another user" in refused(["evaluate", "closed/run"], capsys)
 
 
-DEEP_JSON, DEEP_YAML = "[" * 20_000 + "]" * 20_000, "a: " + "[" * 20_000 + "]" * 20_000
+DEEP_JSON = "[" * 20_000 + "]" * 20_000
+DEEP_YAML = f"a: {DEEP_JSON}"
 LESS_DEEP = '{"a": ' * 900 + "1" + "}" * 900
 WRITTEN = ["data", "prepare", "--input", "in.jsonl", "--tokenizer", "tokenizer", "--output", "out"]
 NESTED = [
@@ -118,7 +119,7 @@ def full(*_: object) -> None:
 def test_a_full_disk_is_named_with_its_room(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was done is kept, and the same command continues."""
+    """Finished parts are kept, and the same command continues."""
     with monkeypatch.context() as patch:
         patch.setattr("hybridtron.data.prepare.run.assemble", full)
         said = refused(WRITTEN, capsys)

@@ -24,7 +24,7 @@ def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
 
 
 def test_it_says_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A title, tokens in thousands, where each phase begins, and curves on each other that differ."""
+    """A picture has a title, tokens in thousands and the start of each phase, and keeps curves apart that coincide."""
     kept = []
 
     @contextmanager

@@ -13,7 +13,7 @@ from hybridtron.cli.main import main
 def test_torchrun_s_report_ends_with_the_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every rank leaves them, as torchrun shows those of the one that ended first; one prints them."""
+    """Every rank records the problems, as torchrun shows those of the first to end; a single rank prints them."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, prints in (("0", True), ("1", False)):
         file = tmp_path / f"{rank}.json"

@@ -1,4 +1,4 @@
-"""How the program that trains ends: of what a user can mend, a message alone."""
+"""Ends of the training program: an error that a user can mend gives a message alone, without a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MESSAGE = "3 checkpoints in a row could not be written"
 
 
 def ended(error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
-    """What is said of an error that ends training."""
+    """Let training end with an error; return what the program prints."""
 
     def failing(_: list[str]) -> int:
         raise error

@@ -105,7 +105,7 @@ def test_bash_and_shellcheck_have_nothing_against_it(name: str, tmp_path: Path) 
 
 
 def test_each_attempt_draws_a_port_below_those_of_connections() -> None:
-    (line,) = [one for one in steps("job.sh").splitlines() if one.startswith("MASTER_PORT=")]
+    (line,) = [text for text in steps("job.sh").splitlines() if text.startswith("MASTER_PORT=")]
     command = ["bash", "-c", f"{line}\necho $MASTER_PORT"]
     ports = [int(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(20)]
     assert len({*ports}) > 1

@@ -169,7 +169,7 @@ def test_a_job_for_gpus_asks_for_some(
 
 
 def test_the_recipes_own_cluster_is_no_job_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Recipes for GPUs choose `h100`."""
+    """`h100`, which recipes for GPUs choose, has no `gpus_per_node`: a job names another cluster."""
     asked = ["recipe=samba_1.3b", f"run.dir={tmp_path}", "--dry-run", "nodes=2"]
     assert "cluster.gpus_per_node" in refused(capsys, *asked)
     assert main(["submit", *asked, "cluster=h100_infiniband"]) == 0

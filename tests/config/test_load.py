@@ -283,8 +283,8 @@ def test_a_mixture_of_null_is_every_source_of_the_path(settings: list[str], tmp_
     for name, text in recipes.items():
         head = "defaults: [/recipe/laptop, _self_]" if name == "mixed" else "defaults: [/recipe/mixed, _self_]"
         (configs / f"recipe/{name}.yaml").write_text(f"# @package _global_\n{head}\n{text}\n")
-    found = resolve(load(settings, configs))
-    assert (found[1].data.path, found[1].data.mixture) == ("x", {})
+    phases = resolve(load(settings, configs))
+    assert (phases[1].data.path, phases[1].data.mixture) == ("x", {})
 
 
 def test_null_in_a_saved_configuration_is_no_override(tmp_path: Path) -> None:
@@ -344,11 +344,11 @@ def test_what_points_at_itself_is_a_problem_of_its_key(settings: list[str]) -> N
 
 
 def checked(*settings: str) -> dict[str, str]:
-    """What train and submit refuse, by its key."""
-    found: dict[str, str] = {}
+    """Messages of train and submit, by the key that they refuse."""
+    messages: dict[str, str] = {}
     for problem in check(load(settings)):
-        found[problem.key] = f"{found.get(problem.key, '')} {problem.message}"
-    return found
+        messages[problem.key] = f"{messages.get(problem.key, '')} {problem.message}"
+    return messages
 
 
 SECRET_NAMES = [
@@ -361,7 +361,8 @@ OTHER_NAMES = ["HOME", "PWD", "OLDPWD", "SCRATCH", "TOKENIZERS_PARALLELISM", "TO
 @pytest.mark.parametrize("name", [*SECRET_NAMES, *OTHER_NAMES])
 def test_secrets_are_known_by_their_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "v4lue")
-    taken, set_there = f"run.wandb=${{oc.env:{name}}}", f"cluster.environment.{name}=v4lue"
+    taken = f"run.wandb=${{oc.env:{name}}}"
+    set_there = f"cluster.environment.{name}=v4lue"
     kept = {key: message for key, message in checked(set_there).items() if key.startswith("cluster.environment")}
     if name in OTHER_NAMES:
         assert load([taken]).run.wandb == "v4lue"

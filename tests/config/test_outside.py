@@ -91,9 +91,9 @@ def test_a_folder_beside_the_work_holds_further_names(work):
 
 def test_a_name_of_the_package_with_another_text_is_refused(work):
     write(work / "configs/recipe/mine.yaml", HEAD + MINE.replace("CLUSTER", "h100"))
-    own = write(work / "configs/cluster/h100.yaml", (CONFIGS / "cluster/h100.yaml").read_text())
+    copy = write(work / "configs/cluster/h100.yaml", (CONFIGS / "cluster/h100.yaml").read_text())
     assert load(["recipe=mine"]).cluster.peak_tflops == 989  # a copy of the same text may lie there
-    own.write_text("name: h100\npeak_tflops: 1\n")
+    copy.write_text("name: h100\npeak_tflops: 1\n")
     for chosen in ("recipe=mine", "recipe=samba_421m", "cluster=h100"):
         assert "configs/cluster/h100.yaml and hybridtron's own, which differ: rename" in refusal(chosen)
     assert load(["recipe=laptop"]).cluster.name == "local"
@@ -155,7 +155,7 @@ def test_files_that_do_not_work(work, argument, says):
 
 
 def test_a_job_gets_the_files_of_the_user(work):
-    """What is edited after a run was submitted changes nothing, and no other folder is read."""
+    """A job reads its own copies: edits after the submission change nothing, and no other folder is read."""
     write(work / "mine.yaml", MINE.replace("CLUSTER", "ours"))
     cluster = write(work / "configs/cluster/ours.yaml", CLUSTER)
     settings = ["recipe=./mine.yaml", "phases.0.lr=1e-4", "model=./mine.yaml"]

@@ -106,7 +106,7 @@ TUNING = {
 
 
 def test_recipes_that_tune_say_so() -> None:
-    """Those whose first phase has adapters, or a rate and steps that are of weights that were trained."""
+    """Recipes tune if their first phase has adapters, or a rate and steps meant for trained weights."""
     configs = {name: load([f"recipe={name}"]) for name in choices_of("recipe") if not name.startswith("length/")}
     assert {name for name, config in configs.items() if config.run.tunes is not None} == TUNING
     frozen = {name for name, config in configs.items() if resolve(config)[0].model.adapters is not None}

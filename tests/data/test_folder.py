@@ -223,7 +223,8 @@ def test_what_is_no_regular_file_is_not_read(toy: TokenFolder, name: str):
     [([[1, 1, 1]], "another number of masks"), ([[1, 1, 1], [1, 1]], "has 2 entries"), ([[1] * 3] * 3, "ends at 2")],
 )
 def test_masks_of_other_documents_are_refused(masks: list[list[int]], message: str, tmp_path: Path) -> None:
-    documents, of_text = [np.array([1, 2]), np.array([3, 4])], [np.array(mask, np.uint8) for mask in masks]
+    documents = [np.array([1, 2]), np.array([3, 4])]
+    of_text = [np.array(mask, np.uint8) for mask in masks]
     with pytest.raises(ValueError, match=message):
         write_folder(
             tmp_path / "out", {"train": {"text": documents}}, "{}", 8, 0, {}, masks={"train": {"text": of_text}}

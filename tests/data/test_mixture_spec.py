@@ -105,7 +105,7 @@ def test_two_ends_of_documents_are_refused(tmp_path: Path, two_sources: TokenFol
 
 
 def test_a_source_that_is_hardly_read_is_refused(two_sources: TokenFolder):
-    """Rows could not be laid out in the mixture's proportions, which only a phase would find that has begun."""
+    """A tiny weight is refused at the start; else laying out rows would fail once its phase has begun."""
     mixture = {"web": IngredientConfig(1e-9), "code": IngredientConfig(1)}
     (line,) = problems_of(config_of(two_sources.path, mixture=mixture))
     assert "(web) is 1.0e-09 of all that is read: leave it out" in line
@@ -205,7 +205,8 @@ def test_a_source_is_read_as_often_as_is_said(toy: TokenFolder) -> None:
 
 def test_a_text_far_too_small_is_not_to_be_read_thousands_of_times(toy: TokenFolder) -> None:
     config = config_of(toy.path)
-    config.data.epochs, config.phases[1].name = 1.0, "second"
+    config.data.epochs = 1.0
+    config.phases[1].name = "second"
     config.phases[0].tokens = "8"
     config.phases[1].tokens = "20M"
     config.model.vocab_size = 2 * toy.manifest.vocab_size

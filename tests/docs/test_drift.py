@@ -1,4 +1,4 @@
-"""What pages say of the code, and of each other, holds."""
+"""Pages agree with the code and with each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def text_of(page: str) -> str:
 
 
 def cells(page: str, row: str) -> list[str]:
-    """Of the last table's line that begins with this cell."""
+    """Split the line that begins with this cell into cells; the last such line of a page counts."""
     line = [line for line in text_of(page).splitlines() if line.startswith(f"| {row} |")][-1]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -34,8 +34,8 @@ def percent(cell: str) -> str:
     ],
 )
 def test_every_kind_is_named(page: str, begins: str, ends: str) -> None:
-    found = text_of(page).partition(f"\n{begins}")[2].partition(ends)[0]
-    assert [kind for kind in SPECS if f"`{kind}`" not in found] == []
+    passage = text_of(page).partition(f"\n{begins}")[2].partition(ends)[0]
+    assert [kind for kind in SPECS if f"`{kind}`" not in passage] == []
 
 
 def test_every_schedule_is_named() -> None:
@@ -44,7 +44,7 @@ def test_every_schedule_is_named() -> None:
 
 
 def test_pages_say_what_benchmarks_measured() -> None:
-    """docs/states.md of copying and of keys; the README of joint recall of the verdicts."""
+    """docs/states.md has the numbers of copying and of keys; the README of joint recall has the verdicts."""
     states = text_of("docs/states.md")
     for row in ("zero", "passing"):
         assert f"copies {percent(cells('benchmarks/length_story.md', row)[-1])}" in states

@@ -161,10 +161,11 @@ def test_it_is_refused_where_no_chunks_are_joined(states: dict[str, object], rep
 
 
 def test_rows_over_several_ranks_are_refused() -> None:
-    """Such rows are as long as the chunks together, and are read in one pass."""
+    """Rows that several ranks share are as long as the chunks together, and are read in one pass."""
     config = tbtt()
     assert not [problem for problem in check(config) if problem.key == "parallel.context"]
     config = dataclasses.replace(config, parallel=ParallelConfig(context=2))
     (problem,) = [problem for problem in check(config) if problem.key == "parallel.context"]
     assert f"runs {CHUNKS} chunks of a row in one pass" in str(problem)
-    assert not any("in one pass" in str(each) for each in check(dataclasses.replace(config, states=StatesConfig())))
+    without = dataclasses.replace(config, states=StatesConfig())
+    assert not any("in one pass" in str(problem) for problem in check(without))

@@ -92,7 +92,7 @@ def test_a_recipe_that_eight_ranks_cannot_share_is_as_slow_as_its_stages() -> No
     larger, fewer = rehearsed("mamba2_45m")
     assert larger / 4 < rate < 1.5 * larger
     assert fewer < launches < 10 * fewer
-    (claim,) = [one for one in PAPERS["length"].claims if one.name == "table1-copying"]
+    (claim,) = [entry for entry in PAPERS["length"].claims if entry.name == "table1-copying"]
     assert claim.on_gpu is not None
     assert sum(hours(claim.on_gpu).values()) > 6 * 153e6 / (2 * larger) / 3600
 

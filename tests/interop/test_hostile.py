@@ -148,7 +148,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replaced(folder: Path, name: str, target: str) -> None:
-    """A link to what is no file in the place of one."""
+    """Put a link to a pipe or a device in the place of a file."""
     os.mkfifo(folder / "pipe")
     (folder / name).unlink(missing_ok=True)
     if name.endswith(".bin"):
@@ -227,7 +227,7 @@ def test_numbers_that_no_float_holds(
 
 @pytest.mark.timeout(20)
 def test_thousands_of_unknown_layers(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rules of the base are made once, not for each of them."""
+    """The rules of the base are made once, not for each layer: else this takes minutes."""
     shutil.copy(whole / "adapter" / "adapter_config.json", tmp_path)
     names = [f"base_model.model.model.layers.{number}.unknown.lora_A.weight" for number in range(3000)]
     save_file({name: torch.ones(2, 2) for name in names}, tmp_path / "adapter_model.safetensors")

@@ -106,24 +106,27 @@ def test_published_folders_have_other_keys(tmp_path: Path) -> None:
 def layers_by_text(config: dict[str, Any]) -> dict[str, list[int]]:
     """The layers of each kind as vLLM reads a config.json: a letter of the text for each of `num_hidden_layers`."""
     letters = [config["hybrid_override_pattern"][index] for index in range(config["num_hidden_layers"])]
-    return {kind: [index for index, one in enumerate(letters) if one == kind] for kind in "M*-"}
+    return {kind: [index for index, letter in enumerate(letters) if letter == kind] for kind in "M*-"}
 
 
 def layers_by_converter(config: dict[str, Any]) -> dict[str, list[int]]:
-    """The same as llama.cpp's converter reads it: the text if there is one; of a list, experts alone are its MLPs."""
+    """The layers of each kind as llama.cpp's converter reads a config.json.
+
+    It prefers the text. In a list it takes experts alone for MLPs.
+    """
     assert "num_experts_per_tok" not in config  # or it takes the model for one of experts
     pattern = config.get("hybrid_override_pattern") or config["layers_block_type"]
     in_list = {"M": ("mamba", "linear_attention"), "*": ("attention", "full_attention"), "-": ("moe",)}
     names = {kind: (kind,) if isinstance(pattern, str) else types for kind, types in in_list.items()}
     assert len(pattern) == config["num_hidden_layers"]
-    return {kind: [index for index, one in enumerate(pattern) if one in names[kind]] for kind in "M*-"}
+    return {kind: [index for index, layer in enumerate(pattern) if layer in names[kind]] for kind in "M*-"}
 
 
 def layers_by_list(config: dict[str, Any]) -> dict[str, list[int]]:
-    """The same as transformers has it."""
+    """The layers of each kind as transformers reads a config.json."""
     types = NemotronHConfig.from_dict(config).layers_block_type
     names = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
-    return {kind: [index for index, one in enumerate(types) if one == name] for kind, name in names.items()}
+    return {kind: [index for index, layer in enumerate(types) if layer == name] for kind, name in names.items()}
 
 
 @pytest.mark.parametrize("read", [layers_by_text, layers_by_converter, layers_by_list])

@@ -239,10 +239,10 @@ def test_document_in_mid_row_is_a_fresh_start(spec: MixerSpec) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("spec", CASES)
 def test_a_later_token_changes_no_bit_before_it(spec: MixerSpec, dtype: torch.dtype) -> None:
-    """In training and evaluation, by every form of the ops that it computes with.
+    """Mixers compute the same bits before a changed token, in training and evaluation, by every form of their ops.
 
-    But for the last bits of attention in bins of a hash, by tiles: a later token may move keys of the bins behind its
-    own to other places in a tile, and so the order in which they are added up.
+    Attention in bins of a hash, by tiles, is an exception in its last bits: a later token may move keys of the
+    bins behind its own to other places in a tile, and so change the order in which they are added up.
     """
     mixer = as_trained(build(spec, torch.float32), spec, dtype)
     x = 4 * torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=dtype)
@@ -260,7 +260,7 @@ def test_a_later_token_changes_no_bit_before_it(spec: MixerSpec, dtype: torch.dt
 
 
 def as_trained(mixer: Mixer, spec: MixerSpec, dtype: torch.dtype) -> Mixer:
-    """In a precision; in bf16 some weights stay in fp32."""
+    """Convert a mixer to a precision as training does: in bf16 some weights stay in fp32."""
     for name, weight in mixer.named_parameters():
         if dtype != torch.bfloat16 or not spec.parameters(SIZES)[name].fp32:
             weight.data = weight.data.to(dtype)
@@ -268,7 +268,7 @@ def as_trained(mixer: Mixer, spec: MixerSpec, dtype: torch.dtype) -> Mixer:
 
 
 def every_form(mixer: Mixer, x: Tensor, seq: SeqInfo) -> list[dict[str, str]]:
-    """What to force so that each form of each op that this calls has run on a CPU."""
+    """List forms by op to force in turn, until each form of each op that the mixer calls has run on a CPU."""
     forms: dict[str, list[str]] = {}
 
     def note(op: Op, inputs: tuple) -> None:

@@ -174,23 +174,27 @@ def test_strong_decays_forget_and_blur_nothing() -> None:
 
 
 def test_an_odd_state_needs_no_compiler() -> None:
-    """Its last entry has no other to turn with."""
+    """The last entry of an odd state has no other to turn with."""
     spec = Mamba3Spec(state=7, head_dim=8)
-    mixer, x = mixer_of(spec, 0.5), torch.randn(9, 1, SIZES.width, dtype=torch.float64)
+    mixer = mixer_of(spec, 0.5)
+    x = torch.randn(9, 1, SIZES.width, dtype=torch.float64)
     with force(**torch_alone()):
-        found = mixer(x, None, seq_info(1, 9)).y_LBD
-        found.sum().backward()
-    assert_close(found[:, 0], published(mixer, x[:, 0], [])[0], rtol=1e-9, atol=1e-9)
+        output_LBD = mixer(x, None, seq_info(1, 9)).y_LBD
+        output_LBD.sum().backward()
+    assert_close(output_LBD[:, 0], published(mixer, x[:, 0], [])[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("form", ["reference", "chunked", "native"])
 def test_large_steps_of_the_next_token_cost_bf16_no_digits(form: str) -> None:
-    """Of 44, where y would be a difference of numbers that are hundreds of times as large."""
+    """bf16 keeps its digits at a step of 44, where y could be a difference of numbers hundreds of times as large."""
     torch.manual_seed(0)
-    spec, sizes = Mamba3Spec(state=32, head_dim=16), ModelSizes(width=32, num_sublayers=2)
+    spec = Mamba3Spec(state=32, head_dim=16)
+    sizes = ModelSizes(width=32, num_sublayers=2)
     mixer = build_mixer(spec, sizes, SINGLE_RANK)
     assert isinstance(mixer, Mamba3)
-    B, C, x = (torch.randn(1, 4, *shape).bfloat16() for shape in ((1, 32), (1, 32), (4, 16)))
+    B = torch.randn(1, 4, 1, 32).bfloat16()
+    C = torch.randn(1, 4, 1, 32).bfloat16()
+    x = torch.randn(1, 4, 4, 16).bfloat16()
     for weight in (mixer.B_bias, mixer.C_bias, mixer.D):
         weight.data.fill_(1)
     step = torch.tensor([0.1, 0.1, 44.0, 0.1]).view(1, 4, 1).expand(1, 4, 4)
@@ -199,10 +203,11 @@ def test_large_steps_of_the_next_token_cost_bf16_no_digits(form: str) -> None:
 
     def read(kind: torch.dtype) -> Tensor:
         wide = torch.float64 if kind == torch.float64 else torch.float32
-        given = (Trapezoid(*(part.to(wide) for part in steps)), Turns(turns.angles_BLHS.to(wide)))
-        tokens = (part.to(kind) for part in (x, B, C))
+        wide_steps = Trapezoid(*(part.to(wide) for part in steps))
+        wide_turns = Turns(turns.angles_BLHS.to(wide))
         with force(decay_scan=form):
-            return mixer.to(wide).scan(*tokens, *given, {}, seq_info(1, 4))[0].double()
+            y, *_ = mixer.to(wide).scan(x.to(kind), B.to(kind), C.to(kind), wide_steps, wide_turns, {}, seq_info(1, 4))
+        return y.double()
 
     exact = read(torch.float64)[:, 1]
     assert (read(torch.bfloat16)[:, 1] - exact).norm() <= 2**-8 * exact.norm()

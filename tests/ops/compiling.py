@@ -58,7 +58,7 @@ class Launch:
     instructions: dict[str, int]
 
     def waves(self) -> int:
-        """Times that an H100 is filled with programs, the last perhaps in part."""
+        """Count how often an H100 is filled with programs; the last time perhaps in part."""
         registers = -(-self.registers // 8) * 8 * 32 * self.num_warps
         at_once = min(65536 // registers, 64 // self.num_warps, 32, SHARED_MEMORY // (self.shared + 1024))
         return -(-math.prod(self.grid) // (132 * at_once))

@@ -44,7 +44,7 @@ def interpreter() -> Iterator[None]:
 
 @pytest.fixture
 def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter multiplies bf16 as the integers that it holds them in; in fp32 the products are exact."""
+    """Let Triton's interpreter multiply bf16 in fp32, which is exact: it would multiply the integers that hold them."""
     if compute_device().type == "cuda":
         return
     import triton.language as tl
@@ -53,7 +53,10 @@ def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     multiply = InterpreterBuilder.create_dot
 
     def create_dot(self, a, b, *rest) -> TensorHandle:
-        a, b = (self.cast_impl(t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
+        if a.dtype.scalar == tl.bfloat16:
+            a = self.cast_impl(a, tl.float32)
+        if b.dtype.scalar == tl.bfloat16:
+            b = self.cast_impl(b, tl.float32)
         return multiply(self, a, b, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

@@ -58,7 +58,7 @@ MADE: dict[str, tuple[Op[Any, Any], Callable[[int, int], Any]]] = {
     "swiglu": (swiglu, lambda B, L: SwiGLUInputs(wanted(B, L, 8))),
     "rope": (apply_rope, lambda B, L: RopeInputs(wanted(B, L, 2, 4), torch.ones(B, L, 2), torch.ones(B, L, 2))),
 }
-MADE |= {each.name: (each.op, each.make) for each in RECURRENCES}
+MADE |= {case.name: (case.op, case.make) for case in RECURRENCES}
 FORMS = [
     (name, form)
     for name, (op, _) in MADE.items()
@@ -79,8 +79,8 @@ def test_nothing_is_computed(name: str, form: Any, rows: int, length: int) -> No
     assert outputs[0].shape[:2] == (rows, length)
     fields = {field: x for field, x in inputs._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
     learning = [x.sum() for x in outputs if x.requires_grad]
-    found = torch.autograd.grad(learning, [*fields.values()], allow_unused=True, materialize_grads=True)
-    for field, gradient in zip(fields, found, strict=True):
+    gradients = torch.autograd.grad(learning, [*fields.values()], allow_unused=True, materialize_grads=True)
+    for field, gradient in zip(fields, gradients, strict=True):
         assert gradient.shape == fields[field].shape
         passes = field.startswith(("state_", "tail_")) and length == 0  # to the state after the row, which it is
         assert (gradient == (1 if passes else 0)).all(), field

@@ -1,7 +1,7 @@
-"""What a token that is not finite reaches: no other row, and where a form promises it no other document.
+"""A token that is not finite reaches no other row and, where a form promises it, no other document.
 
-Forms by matrix products multiply what is not seen with 0, which is no zero of what is not finite. Those of attention
-and the chunked forms of states that are matrices promise it for rows alone.
+Forms by matrix products multiply unseen tokens with 0, which gives NaN if they are not finite. Attention, and the
+chunked forms of states that are matrices, therefore keep rows apart, but not the documents of a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hybridtron.ops.dispatch import Implementation, Op
 from hybridtron.ops.turns import AngleInputs, angles
 from tests.ops.recurrences import RECURRENCES
 
-LENGTH, WRONG = 11, 5
+LENGTH = 11
+WRONG = 5  # the token that is not finite
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 4 + [2] * 3, [0] * 9 + [1] * 2])
 APART = torch.tensor([t < 4 or t >= 8 for t in range(LENGTH)])  # tokens of the first row's other documents
 MADE: dict[str, tuple[Op[Any, Any], Callable[[], Any]]] = {
@@ -32,7 +33,7 @@ MADE: dict[str, tuple[Op[Any, Any], Callable[[], Any]]] = {
         ),
     ),
 }
-MADE |= {each.name: (each.op, lambda make=each.make: make()._replace(documents_BL=DOCUMENTS)) for each in RECURRENCES}
+MADE |= {case.name: (case.op, lambda make=case.make: make()._replace(documents_BL=DOCUMENTS)) for case in RECURRENCES}
 FORMS = [
     (name, form)
     for name, (op, _) in MADE.items()
@@ -63,13 +64,13 @@ def test_a_token_that_is_not_finite(name: str, form: Implementation[Any, Any], w
     for field in tokens:
         broken = getattr(inputs, field).detach().clone()
         broken[0, WRONG] = wrong
-        found = output(form, inputs._replace(**{field: broken}))
-        assert torch.equal(found[1], expected[1]), field
+        actual = output(form, inputs._replace(**{field: broken}))
+        assert torch.equal(actual[1], expected[1]), field
         if keeps_documents_apart(name, form):
-            assert torch.equal(found[0, APART], expected[0, APART]), field
+            assert torch.equal(actual[0, APART], expected[0, APART]), field
 
 
 @torch.no_grad()
 def output(form: Implementation[Any, Any], inputs: Any) -> Tensor:
-    made = form.function(inputs)
-    return made if isinstance(made, Tensor) else made[0]
+    outputs = form.function(inputs)
+    return outputs if isinstance(outputs, Tensor) else outputs[0]

@@ -20,7 +20,7 @@ GATED = ((1024, 1), (1536, 1), (2048, 1), (3072, 1), (4096, 1), (5120, 1), (4096
 
 @pytest.mark.slow
 def test_these_are_the_widths_of_recipes() -> None:
-    """Of those meant for GPUs; key heads, whose norms have no weights, are 64 to 256 wide."""
+    """WIDTHS and GATED cover every recipe for GPUs; key heads, whose norms have no weights, are 64 to 256 wide."""
     for name in choices_of("recipe"):
         if "/" in name or "laptop" in name:
             continue
@@ -38,16 +38,16 @@ def launches_of(backward: str, call: Any) -> list[tuple[int, int, dict[str, Any]
     pytest.importorskip("triton")
     from hybridtron.ops.kernel_launch import recorded_launches
 
-    found = []
+    launches = []
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         if kernel.__name__ == backward:
             named = dict(zip(kernel.arg_names, arguments, strict=False))
-            found.append((torch.Size(grid).numel(), options["num_warps"], named | {"grid": grid}))
+            launches.append((torch.Size(grid).numel(), options["num_warps"], named | {"grid": grid}))
 
     with recorded_launches(note), torch.device("meta"):
         call()
-    return found
+    return launches
 
 
 def test_norms_of_every_width() -> None:
@@ -71,7 +71,8 @@ def test_gated_norms_of_every_width() -> None:
     for width, groups in GATED:
 
         def call(width: int = width, groups: int = groups) -> None:
-            y, z = (torch.empty(4, VALUES // width // 4, width, dtype=torch.bfloat16, requires_grad=True) for _ in "yz")
+            y = torch.empty(4, VALUES // width // 4, width, dtype=torch.bfloat16, requires_grad=True)
+            z = torch.empty_like(y, requires_grad=True)
             weight = torch.empty(width, requires_grad=True)
             gated_norm.named("triton").function(GatedNormInputs(y, z, weight, groups, 1e-5)).sum().backward()
 

@@ -1,4 +1,4 @@
-"""What ranks send each other arrives as it was, and a peer that sends a pickle is not unpickled."""
+"""Values and tensors arrive at other ranks as they were sent; a pickle that a peer sends is not opened."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def join(seat: Seat) -> None:
 
 
 def of_rank(rank: int) -> list[Any]:
-    """Values of different lengths, with what numbers can be."""
+    """Plain values of every kind, whose lengths differ by rank."""
     return [None, rank, 0.1 * rank, float("inf"), "ü" * rank, {"key": [True] * rank}]
 
 
 def tensors_of(rank: int) -> dict[str, Tensor]:
-    """Other names, shapes and types on each rank."""
+    """Tensors whose names, shapes and types differ by rank."""
     draw = torch.Generator().manual_seed(rank)
-    found = {"7": torch.randn(3, rank, generator=draw, dtype=torch.float64), "scalar": torch.tensor(rank)}
-    return found | {str(rank): torch.randn(2, 5, generator=draw).bfloat16().T} if rank else {}
+    tensors = {"7": torch.randn(3, rank, generator=draw, dtype=torch.float64), "scalar": torch.tensor(rank)}
+    return tensors | {str(rank): torch.randn(2, 5, generator=draw).bfloat16().T} if rank else {}
 
 
 def _exchanged(seat: Seat) -> tuple[list[Any], Any, bool]:
@@ -39,9 +39,9 @@ def _exchanged(seat: Seat) -> tuple[list[Any], Any, bool]:
     group = dist.new_group([0, 2])
     every = all_gather_tensors(tensors_of(seat.rank))
     right = all(
-        found.keys() == tensors_of(rank).keys()
-        and all(one.dtype == found[name].dtype and one.equal(found[name]) for name, one in tensors_of(rank).items())
-        for rank, found in enumerate(every)
+        got.keys() == tensors_of(rank).keys()
+        and all(sent.dtype == got[name].dtype and sent.equal(got[name]) for name, sent in tensors_of(rank).items())
+        for rank, got in enumerate(every)
     )
     said = broadcast_value(["from", seat.rank], 2, group) if seat.rank != 1 else ["from", 2]
     return all_gather_values(of_rank(seat.rank)), said, right
@@ -56,7 +56,7 @@ def test_values_and_tensors_of_three_ranks() -> None:
 
 
 class Opened:
-    """What touches a file where it is unpickled."""
+    """An object that touches a file when it is unpickled."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -66,7 +66,7 @@ class Opened:
 
 
 def _hostile(seat: Seat, file: str) -> str:
-    """One rank sends a pickle, as torch's collectives do; says what the others make of it."""
+    """Send a pickle from rank 1, as torch's collectives do; return the error that another rank raises."""
     join(seat)
     if seat.rank == 1:
         sent = torch.frombuffer(bytearray(pickle.dumps(Opened(file))), dtype=torch.uint8)

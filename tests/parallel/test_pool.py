@@ -96,7 +96,7 @@ def test_each_process_sees_its_own_gpu_or_none(monkeypatch: pytest.MonkeyPatch) 
 
 
 def heard(seat: Seat) -> list[str]:
-    """Which warnings reach a reader, of those that megatron-core, torch and others give."""
+    """Warn as megatron-core, torch and another module do; return the warnings that reach a reader."""
     known = (
         (UserWarning, "megatron.core.optimizer"),
         (FutureWarning, "torch.distributed.c10d_logger"),
@@ -105,7 +105,7 @@ def heard(seat: Seat) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         for category, module in known:
             warnings.warn_explicit(f"of {module}", category, "file", 1, module)
-    return [str(one.message) for one in seen]
+    return [str(warning.message) for warning in seen]
 
 
 def test_known_warnings_are_hidden_in_processes_of_ours() -> None:

@@ -22,7 +22,7 @@ def reaches(address: str, port: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of the machine")
 def test_the_store_listens_on_the_loopback_alone() -> None:
-    """Another address of the machine stands for what other machines see; torch's own socket answers there."""
+    """Another address of this machine, at which torch's own socket answers, stands for what other machines see."""
     open_to_all = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert reaches("127.0.0.2", open_to_all.port)
     kept = Rendezvous()
@@ -33,10 +33,12 @@ def test_the_store_listens_on_the_loopback_alone() -> None:
 
 def test_clients_find_what_others_have_left() -> None:
     kept = Rendezvous()
-    address, port = kept.variables["MASTER_ADDR"], int(kept.variables["MASTER_PORT"])
-    one, other = (TCPStore(address, port, is_master=False, timeout=timedelta(seconds=20)) for _ in range(2))
-    one.set("key", "value")
-    assert other.get("key") == b"value"
+    address = kept.variables["MASTER_ADDR"]
+    port = int(kept.variables["MASTER_PORT"])
+    writer = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=20))
+    reader = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=20))
+    writer.set("key", "value")
+    assert reader.get("key") == b"value"
 
 
 def test_gloo_uses_the_loopback() -> None:

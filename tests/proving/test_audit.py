@@ -58,7 +58,7 @@ def test_a_layout_that_agrees_exits_with_0(audit, capsys: pytest.CaptureFixture[
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", ["gla", pytest.param("retnet", marks=pytest.mark.slow)])
 def test_what_a_norm_enlarges_is_known_to_be_rounding(kind: str, audit, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here a query is nearly orthogonal to the only key that it sees, and its head's output is normed."""
+    """A query is nearly orthogonal to the only key that it sees: the norm of its head's output enlarges rounding."""
     settings = ("recipe=laptop", f"model.layers.M={{kind: {kind}}}", "parallel.tensor=2")
     assert audit(*settings) == 0
     assert "2 runs equal one process" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""How far the audit lets two sides be apart, on numbers made by hand."""
+"""Limits within which the audit takes two sides for equal, on numbers made by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = shrunk(load(["recipe=laptop"]), 1)
 
 
 def step(norm: float, silent: float = 1.0) -> Step:
-    """With two gradients: (norm, 1) and (silent)."""
+    """A step with two gradients: (norm, 1) and (silent)."""
     weights = {"norm.weight": torch.ones(CONFIG.model.width)}
     gradients = {"norm.weight": torch.tensor([norm, 1.0]), "head.weight": torch.tensor([silent])}
     return Step(2.0, 1.0, 1.9, gradients, weights, {})
@@ -25,12 +25,13 @@ def failing(truth: Step, found: Step, precision: AuditPrecision, *moved: Step) -
 
 
 def test_what_moves_by_rounding_may_be_off_by_as_much() -> None:
-    truth, found = step(1.0), step(1.0 + 8e-5)
-    assert failing(truth, found, FP32) == ["gradient of norm.weight"]
-    assert failing(truth, found, FP32, step(1.0 + 1e-6)) == ["gradient of norm.weight"]
-    assert failing(truth, found, FP32, step(1.0), step(1.0 - 4e-5), step(1.0 + 1e-6)) == []
+    truth = step(1.0)
+    off = step(1.0 + 8e-5)
+    assert failing(truth, off, FP32) == ["gradient of norm.weight"]
+    assert failing(truth, off, FP32, step(1.0 + 1e-6)) == ["gradient of norm.weight"]
+    assert failing(truth, off, FP32, step(1.0), step(1.0 - 4e-5), step(1.0 + 1e-6)) == []
     assert failing(truth, step(1.0 + 1.5e-4), FP32, step(1.0 - 4e-5)) == ["gradient of norm.weight"]
-    assert failing(truth, found, FLOAT64, step(1.0 - 4e-5)) == ["gradient of norm.weight"]
+    assert failing(truth, off, FLOAT64, step(1.0 - 4e-5)) == ["gradient of norm.weight"]
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -39,6 +40,6 @@ def test_what_is_not_finite_is_off(wrong: float) -> None:
 
 
 def test_a_gradient_that_is_0_but_for_rounding() -> None:
-    """The sums of two sides leave 1e-19 of it each, in another order."""
+    """Two sides add up in different orders, and leave about 1e-19 of a gradient that is 0."""
     assert failing(step(1.0, 1.6e-19), step(1.0, -3e-19), FLOAT64) == []
     assert failing(step(1.0, 1.6e-19), step(1.0, 1e-12), FLOAT64) == ["gradient of head.weight"]

@@ -19,7 +19,7 @@ VERSIONS = {"python": "3.12", "torch": "2.13.0", "triton": "3.6.0", "megatron-co
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
-    """Every command, which writes what the real one would, a little of it."""
+    """Stand in for every command, and write a little of what it would write; return the list of calls."""
     seen: list[tuple[list[str], dict[str, str]]] = []
 
     def run(command: list[str], environment: dict[str, str] | None = None) -> str:
@@ -79,7 +79,7 @@ def test_a_program_that_fails_ends_with_its_message(capsys: pytest.CaptureFixtur
 
 
 def test_the_script_runs_the_queue(tmp_path: Path) -> None:
-    """By a python3 that prints what it is given."""
+    """Call the script with a python3 that prints its arguments."""
     folder = tmp_path / ".carry"
     (folder / "wheels").mkdir(parents=True)
     (folder / "measure.sh").write_text(gpu_carry.SCRIPT.format(folder=".carry"))
@@ -88,8 +88,8 @@ def test_the_script_runs_the_queue(tmp_path: Path) -> None:
     program.write_text('#!/bin/sh\necho "$TRITON_CACHE_DIR|$@"\n')
     program.chmod(0o755)
     environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
-    given = ["bash", str(folder / "measure.sh"), "results", "--minutes", "4.5"]
-    done = subprocess.run(given, capture_output=True, text=True, env=environment, check=True)
+    command = ["bash", str(folder / "measure.sh"), "results", "--minutes", "4.5"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     cache, _, arguments = done.stdout.splitlines()[-1].partition("|")
     assert cache == str(folder / "triton")
     module = "-m hybridtron.proving.gpu.measure "
@@ -101,19 +101,20 @@ def test_the_script_runs_the_queue(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_kernels_are_compiled_once(tmp_path: Path) -> None:
-    """A second process, as that of the GPU's machine, finds each in the cache."""
+    """A second process, like that on the GPU machine, finds every kernel in the cache."""
     pytest.importorskip("triton")
-    file, cache = tmp_path / "modelled.json", tmp_path / "triton"
+    file = tmp_path / "modelled.json"
+    cache = tmp_path / "triton"
     command = [sys.executable, "-m", "hybridtron.rehearse.queue_model", str(file), "--recipe", "gla_360m", "--tiny"]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     listed: list[set[str]] = []
     for machine_code_alone in ("1", "0"):  # as it is made, and as it is used
-        given = {**environment, "TRITON_STORE_BINARY_ONLY": machine_code_alone}
-        subprocess.run(command, capture_output=True, text=True, env=given, check=True)
+        storing = {**environment, "TRITON_STORE_BINARY_ONLY": machine_code_alone}
+        subprocess.run(command, capture_output=True, text=True, env=storing, check=True)
         listed.append({path.relative_to(cache).as_posix() for path in cache.rglob("*")})
-    found = json.loads(file.read_text())
+    modelled = json.loads(file.read_text())
     assert listed[0] == listed[1]
-    names = {kernel["name"] for kernel in found["steps"]["gla_360m"]["kernels"]}
+    names = {kernel["name"] for kernel in modelled["steps"]["gla_360m"]["kernels"]}
     assert {"gla.outputs", "norm.backward", "swiglu.forward"} <= names
-    assert found["steps"]["gla_360m"]["device_ms"] > 0
-    assert len(found["compiler"]) == 16
+    assert modelled["steps"]["gla_360m"]["device_ms"] > 0
+    assert len(modelled["compiler"]) == 16

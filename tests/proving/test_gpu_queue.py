@@ -89,15 +89,18 @@ def test_next_come_those_never_tried_then_those_that_failed() -> None:
 
 
 class Machine:
-    """Stands for processes and the clock: each part takes a time, writes a row, and ends with a code."""
+    """Stand-in for processes and the clock: each part takes a time, writes a row, and ends with a code."""
 
     def __init__(self, seconds: float = 10.0, codes: dict[str, int] | None = None) -> None:
-        self.seconds, self.codes, self.now = seconds, codes or {}, 0.0
+        self.seconds = seconds
+        self.codes = codes or {}
+        self.now = 0.0
         self.commands: list[Sequence[str]] = []
 
     def launch(self, command: Sequence[str], log: Path, limit_s: float) -> int:
         self.commands.append(command)
-        name, file = command[3], Path(command[4])
+        name = command[3]
+        file = Path(command[4])
         rows.append(file, {"part": name, "is": "measured", "case": "one", "ms": 1.0})
         with log.open("a") as printed:
             printed.write(f"a traceback\nRuntimeError: {name}: an illegal memory access\n")
@@ -113,7 +116,8 @@ def light(number: int) -> list[QueuePart]:
 
 
 def test_a_run_takes_what_fits(tmp_path: Path) -> None:
-    machine, parts = Machine(seconds=20.0), light(4)
+    machine = Machine(seconds=20.0)
+    parts = light(4)
     parts[2] = replace(parts[2], limit_s=500)
     assert list(machine.run(tmp_path / "run.jsonl", 60.0).take(parts)) == [parts[0].name, parts[1].name]
     assert list(Machine(1.0).run(tmp_path / "b.jsonl", 60.0).take(parts)) == [parts[i].name for i in (0, 1, 3)]
@@ -133,7 +137,8 @@ def test_rows_mark_parts_done_and_failed(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_a_row_and_takes_no_time(tmp_path: Path) -> None:
-    machine, part = Machine(), replace(PARTS[0], needs=("no-such-package",))
+    machine = Machine()
+    part = replace(PARTS[0], needs=("no-such-package",))
     assert machine.run(tmp_path / "run.jsonl", 1.0).take([part]) == {part.name: LEFT_OUT}
     (found,) = attempts(read(tmp_path))
     assert (found.state, found.why, machine.commands) == (LEFT_OUT, "needs no-such-package", [])
@@ -147,9 +152,9 @@ def test_a_hanging_part_is_ended_and_what_it_wrote_stays(tmp_path: Path) -> None
         "with record.case('one') as row: row['ms'] = 2.0\n"
         "Path(sys.argv[1]).with_suffix('.there').touch(); time.sleep(600)"
     )
-    there = file.with_suffix(".there")
+    started = file.with_suffix(".there")
     limit = 1.0
-    while not there.exists():  # a busy machine may need longer to import
+    while not started.exists():  # a busy machine may need longer to import
         limit *= 2
         assert launched([sys.executable, "-c", program, str(file)], tmp_path / "log", limit) == 124
     assert {"part": "hangs", "is": "measured", "case": "one", "ms": 2.0} in read(tmp_path)

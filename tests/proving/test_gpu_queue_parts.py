@@ -30,8 +30,8 @@ from hybridtron.rehearse import signatures
 
 pytestmark = pytest.mark.skipif(device.compute_device().type != "cpu", reason="runs for real where there is a GPU")
 
-GIVEN = dict[str, Any]
-THEIRS: dict[str, dict[str, Callable[[GIVEN], Any]]] = {
+ARGUMENTS = dict[str, Any]
+THEIRS: dict[str, dict[str, Callable[[ARGUMENTS], Any]]] = {
     "ops.gla": {"chunk_gla": lambda g: _scaled(gla_scan(GLAInputs(g["q"], g["k"], g["v"], g["g"])), g)},
     "ops.rwkv6": {
         "chunk_rwkv6": lambda g: _scaled(read_before_step(GLAInputs(g["r"], g["k"], g["v"], g["w"]), g["u"]), g)
@@ -51,41 +51,43 @@ THEIRS: dict[str, dict[str, Callable[[GIVEN], Any]]] = {
         "rms_norm_gated": lambda g: rms_norm(RMSNormInputs(g["x"], g["weight"], g["eps"])) * silu(g["g"])
     },
 }
-"""What flash-linear-attention's functions compute, by its documentation, with our ops."""
+"""Functions of flash-linear-attention, by module, computed with our ops as its documentation has them."""
 
 
-def _scaled(made: tuple[Tensor, Tensor], given: GIVEN) -> tuple[Tensor, Tensor]:
-    return made[0] * given["scale"], made[1]
+def _scaled(outputs: tuple[Tensor, Tensor], arguments: ARGUMENTS) -> tuple[Tensor, Tensor]:
+    return outputs[0] * arguments["scale"], outputs[1]
 
 
-def _delta(given: GIVEN, g_BLHG: Tensor) -> tuple[Tensor, Tensor]:
-    return _scaled(delta_scan(DeltaInputs(given["q"], given["k"], given["v"], given["beta"], g_BLHG)), given)
+def _delta(arguments: ARGUMENTS, g_BLHG: Tensor) -> tuple[Tensor, Tensor]:
+    return _scaled(
+        delta_scan(DeltaInputs(arguments["q"], arguments["k"], arguments["v"], arguments["beta"], g_BLHG)), arguments
+    )
 
 
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of that package whose functions take exactly what those of the kept version take."""
+    """Put stand-ins in the place of flash-linear-attention, with the signatures of the version that is kept as data."""
     kept = signatures.kept()[FLA]["functions"]
 
-    def made(name: str, compute: Callable[[GIVEN], Any]) -> Callable[..., Any]:
+    def stand_in(name: str, compute: Callable[[ARGUMENTS], Any]) -> Callable[..., Any]:
         real = signatures.signature(kept[name])
         return lambda *plain, **by_name: compute(real.bind(*plain, **by_name).arguments)
 
-    def found(name: str) -> SimpleNamespace:
+    def package(name: str) -> SimpleNamespace:
         functions = THEIRS[name.removeprefix("fla.")]
-        module = SimpleNamespace(**{each: made(each, compute) for each, compute in functions.items()})
+        module = SimpleNamespace(**{function: stand_in(function, compute) for function, compute in functions.items()})
         return SimpleNamespace(module=module, reason="installed")
 
-    monkeypatch.setattr("hybridtron.proving.gpu.queue.fla.optional_package", found)
+    monkeypatch.setattr("hybridtron.proving.gpu.queue.fla.optional_package", package)
 
 
 def rows_of(part: QueuePart, folder: Path, modelled: dict[str, Any] | None = None) -> dict[str, Row]:
     """The part's rows by case; none of them has failed."""
     recorder = Recorder(folder / "rows.jsonl", part.name, tiny=True, modelled=modelled or {})
     part.function()(recorder)
-    found = read(folder)
-    assert [row for row in found if row["is"] != "measured"] == []
-    return {row["case"]: row for row in found}
+    rows = read(folder)
+    assert [row for row in rows if row["is"] != "measured"] == []
+    return {row["case"]: row for row in rows}
 
 
 def test_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +97,11 @@ def test_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setattr(machine, "compiler_key", lambda: "abc")
-    found = rows_of(named("machine"), tmp_path, {"compiler": "abc"})
-    assert found["host"]["settings"]["CUDA_LAUNCH_BLOCKING"] == "1"
-    assert found["gpu"]["lines"][0].startswith("NVIDIA H100, --query-gpu=name")
-    assert found["compiler"]["as in the carried cache"] is True
-    assert found["copy"]["tb_s"] > 0
+    rows = rows_of(named("machine"), tmp_path, {"compiler": "abc"})
+    assert rows["host"]["settings"]["CUDA_LAUNCH_BLOCKING"] == "1"
+    assert rows["gpu"]["lines"][0].startswith("NVIDIA H100, --query-gpu=name")
+    assert rows["compiler"]["as in the carried cache"] is True
+    assert rows["copy"]["tb_s"] > 0
 
 
 STEPS = [part for part in PARTS if part.run == "whole_step:whole_step"]
@@ -109,11 +111,11 @@ STEPS = [part for part in PARTS if part.run == "whole_step:whole_step"]
     "part", [pytest.param(part, marks=[pytest.mark.slow] if n else [], id=part.name) for n, part in enumerate(STEPS)]
 )
 def test_a_step(part: QueuePart, tmp_path: Path) -> None:
-    found = rows_of(part, tmp_path)
-    assert list(found) == ["rows/1", "rows/2", "rows/4", "tokens/16", "kernels", "graph"]
-    assert all(found[f"rows/{share}"]["ms"] > 0 for share in whole_step.SHARES)
-    assert found["kernels"]["kernels"] > 0
-    assert "CUDA" in found["graph"]["why"]
+    rows = rows_of(part, tmp_path)
+    assert list(rows) == ["rows/1", "rows/2", "rows/4", "tokens/16", "kernels", "graph"]
+    assert all(rows[f"rows/{share}"]["ms"] > 0 for share in whole_step.SHARES)
+    assert rows["kernels"]["kernels"] > 0
+    assert "CUDA" in rows["graph"]["why"]
 
 
 def test_a_step_is_replayed_where_it_can_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +126,8 @@ def test_a_step_is_replayed_where_it_can_be_captured(tmp_path: Path, monkeypatch
         return lambda: calls.append(call)
 
     monkeypatch.setattr(whole_step, "graph_of", graph_of)
-    found = rows_of(named("step gla_360m"), tmp_path)
-    assert found["graph"]["captured"] is True
+    rows = rows_of(named("step gla_360m"), tmp_path)
+    assert rows["graph"]["captured"] is True
     assert len(calls) == whole_step.ROUNDS + 2
 
 
@@ -143,29 +145,29 @@ CONTESTS = [part for part in PARTS if part.run == "contests:contest"]
 
 @pytest.mark.parametrize("part", CONTESTS, ids=[part.name for part in CONTESTS])
 def test_a_contest(part: QueuePart, tmp_path: Path, fla: None) -> None:
-    """The other package, as its documentation has it, computes what ours does: it is given what it takes for that."""
-    found = rows_of(part, tmp_path)
-    assert list(found) == ["tiny, ours", "tiny, theirs"]
-    assert all(row["both_ms"] > 0 for row in found.values())
-    assert found["tiny, theirs"]["apart"] < 1e-2
+    """The other package, by its documentation, computes what our op does: its inputs are converted for that."""
+    rows = rows_of(part, tmp_path)
+    assert list(rows) == ["tiny, ours", "tiny, theirs"]
+    assert all(row["both_ms"] > 0 for row in rows.values())
+    assert rows["tiny, theirs"]["apart"] < 1e-2
 
 
 @pytest.mark.parametrize("name", ["attention", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_other_parts(name: str, tmp_path: Path) -> None:
-    found = rows_of(named(name), tmp_path)
-    assert len(found) == {"attention": 8, "fp8": 4}[name]
+    rows = rows_of(named(name), tmp_path)
+    assert len(rows) == {"attention": 8, "fp8": 4}[name]
 
 
 @pytest.mark.slow
 def test_a_step_with_another_package(tmp_path: Path) -> None:
-    found = rows_of(named("step samba_421m beside mamba-ssm"), tmp_path)
-    assert found["ours"]["loss"] == found["theirs"]["loss"]  # on a CPU both are the reference
+    rows = rows_of(named("step samba_421m beside mamba-ssm"), tmp_path)
+    assert rows["ours"]["loss"] == rows["theirs"]["loss"]  # on a CPU both are the reference
 
 
 def test_norms_over_grids(tmp_path: Path) -> None:
-    found = rows_of(named("norms"), tmp_path, {"calls": {norms.key(256, 96): {"ms": 0.5}}})
-    assert found["256x96"]["model_ms"] == 0.5
-    assert {"torch_ms", "ours_ms", "264_ms", "1056_ms", "4224_ms"} <= found["256x2304"].keys()
+    rows = rows_of(named("norms"), tmp_path, {"calls": {norms.key(256, 96): {"ms": 0.5}}})
+    assert rows["256x96"]["model_ms"] == 0.5
+    assert {"torch_ms", "ours_ms", "264_ms", "1056_ms", "4224_ms"} <= rows["256x2304"].keys()
 
 
 def test_norms_are_launched_with_these_programs() -> None:
@@ -184,8 +186,8 @@ def test_the_child_ends_with_whether_a_case_failed(tmp_path: Path, monkeypatch: 
 
     (tmp_path / "modelled.json").write_text('{"compiler": "abc"}')
     monkeypatch.setattr(QueuePart, "function", lambda _: part)
-    given = ["machine", str(tmp_path / "run.jsonl"), "--tiny", "--modelled", str(tmp_path / "modelled.json")]
-    assert child.main(given) == 1
+    arguments = ["machine", str(tmp_path / "run.jsonl"), "--tiny", "--modelled", str(tmp_path / "modelled.json")]
+    assert child.main(arguments) == 1
     assert read(tmp_path)[0]["why"] == "RuntimeError: no abc"
 
 
@@ -204,15 +206,15 @@ def test_kernels_are_named_by_the_launches_that_made_them() -> None:
 
 
 def test_idle_time_is_between_kernels() -> None:
-    """Two overlap, and then nothing runs for 30 of 40 us."""
+    """Two kernels overlap, and then nothing runs for 30 of 40 us."""
     spans = [DeviceSpan("a", 0.0, 5.0), DeviceSpan("b", 4.0, 8.0), DeviceSpan("c", 38.0, 40.0)]
-    found = kernel_times.idle(spans)
-    assert found == {"kernels": 3, "busy_ms": pytest.approx(0.01), "idle_share": 0.75, "gaps over 20 us": 1}
+    summed = kernel_times.idle(spans)
+    assert summed == {"kernels": 3, "busy_ms": pytest.approx(0.01), "idle_share": 0.75, "gaps over 20 us": 1}
     assert kernel_times.idle([]) == {"kernels": 0, "busy_ms": 0.0, "idle_share": 0.0, "gaps over 20 us": 0}
 
 
 def test_a_graph_is_captured_after_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By stand-ins for torch's functions, which a build without CUDA lacks."""
+    """Capture with stand-ins for functions that torch lacks in a build without CUDA."""
     seen: list[str] = []
     stream = SimpleNamespace(wait_stream=lambda _: seen.append("wait"))
     graph = SimpleNamespace(replay=lambda: seen.append("replay"))

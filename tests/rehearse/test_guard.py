@@ -19,10 +19,11 @@ from pathlib import Path
 from hybridtron.rehearse import guard
 from tests.damage import put, truncations, zeroed_pages
 
-made, torch_folder = [], guard._torch_folder()
+targets = []
+torch_folder = guard._torch_folder()
 
 def compiled(_, target):
-    made.append(target)
+    targets.append(target)
     shutil.copy({answer!r}, target)
 
 guard._compile = compiled
@@ -37,7 +38,7 @@ for number, damaged in enumerate(damages, 2):
     good, said = guard.described()
     assert good and said.startswith(f"built again by the next rehearsal: {{path}} had"), said
     assert guard.load().answer() == 42
-    assert len(made) == number
+    assert len(targets) == number
     assert path.read_bytes() == whole
 assert guard.described() == (True, "built for this torch")
 print("all made again")
@@ -45,8 +46,9 @@ print("all made again")
 
 
 def test_a_damaged_guard_is_made_again(tmp_path: Path) -> None:
-    """By a process without torch, which would end by SIGBUS."""
-    source, answer = tmp_path / "answer.cpp", tmp_path / "answer.so"
+    """Load damaged guards in a process without torch, which would end by SIGBUS."""
+    source = tmp_path / "answer.cpp"
+    answer = tmp_path / "answer.so"
     source.write_text('extern "C" int answer() { return 42; }\n')
     run_compiler(compiler(), ["-shared", "-fPIC", str(source)], answer)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""What the plan prints of the data of phases is what the loader opens, whatever phases override of the run's data."""
+"""The plan prints the data of each phase that the loader opens, whatever phases override of the run's data."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CASES = {"command line": range(30), "recipe": range(30, 40)}
 
 
 class Refused(Exception):
-    """Something of a phase that can't be read."""
+    """Raised for data of a phase that can't be read."""
 
 
 class Case(NamedTuple):
-    """What a run says of its data, and its phases; a missing key is None, and `null` the word for it."""
+    """Data keys of a run and of its phases; a phase may lack a key, or set it to null (None)."""
 
     path: str
     mixture: dict[str, dict[str, Any]]
@@ -42,21 +42,21 @@ class Case(NamedTuple):
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
-    """Small prepared folders: of each the sources, and how many tokens they have."""
+    """Small prepared folders, with the tokens of each source."""
     monkeypatch.chdir(tmp_path)
-    found = {}
+    tokens = {}
     for seed, (folder, names) in enumerate(SOURCES.items()):
         sizes = {name: 20 * (1 + number + seed) for number, name in enumerate(names)}
         train_split = {name: counting_documents(size, seed) for name, size in sizes.items()}
         splits = {"train": train_split, "validation": {name: counting_documents(20, 9) for name in names}}
-        made = write_folder(Path("data") / folder, splits, "{}", VOCAB, VOCAB - 1, {})
-        of_train = made.manifest.splits["train"]
-        found[f"data/{folder}"] = {name: of_train[name].tokens for name in names}
-    return found
+        prepared = write_folder(Path("data") / folder, splits, "{}", VOCAB, VOCAB - 1, {})
+        of_train = prepared.manifest.splits["train"]
+        tokens[f"data/{folder}"] = {name: of_train[name].tokens for name in names}
+    return tokens
 
 
 def drawn_mixture(draw: random.Random) -> dict[str, dict[str, Any]]:
-    """One or two sources; most of them are where they are said to be."""
+    """Draw one or two sources; most have a path at which they can be read."""
     entries = {}
     for name in draw.sample(NAMES, draw.choice([1, 2])):
         entry: dict[str, Any] = {"weight": draw.choice([1, 3])}
@@ -83,8 +83,9 @@ def drawn(seed: int) -> Case:
 
 
 def expected(case: Case, phase: dict[str, Any], tokens: dict[str, dict[str, int]]) -> Read:
-    """What a phase reads by docs/phases.md."""
-    path, mixture = phase.get("path", case.path), phase.get("mixture", case.mixture) or {}
+    """Sources that a phase reads, by the rules of docs/phases.md."""
+    path = phase.get("path", case.path)
+    mixture = phase.get("mixture", case.mixture) or {}
     if "path" in phase and mixture and all("path" in entry for entry in mixture.values()):
         raise Refused  # that path has no effect
     if not mixture:
@@ -92,34 +93,34 @@ def expected(case: Case, phase: dict[str, Any], tokens: dict[str, dict[str, int]
             raise Refused
         whole = sum(tokens[path].values())
         return [(path, name, count / whole) for name, count in sorted(tokens[path].items())]
-    found: Read = []
+    sources: Read = []
     whole = sum(entry["weight"] for entry in mixture.values())
     for name, entry in mixture.items():
         folder = entry.get("path", path)
-        there = tokens.get(folder, {})
-        only = next(iter(there)) if len(there) == 1 else name
-        source = entry.get("source") or (name if name in there else only)
-        if source not in there:
+        available = tokens.get(folder, {})
+        only = next(iter(available)) if len(available) == 1 else name
+        source = entry.get("source") or (name if name in available else only)
+        if source not in available:
             raise Refused
-        found.append((folder, source, entry["weight"] / whole))
-    return found
+        sources.append((folder, source, entry["weight"] / whole))
+    return sources
 
 
 def opened(config: Config) -> list[Read]:
-    """What the loader opens in each phase: folders, sources and shares, by the stores themselves."""
-    found = []
+    """Folders, sources and shares that the loader opens in each phase, by the stores themselves."""
+    phases = []
     for phase in resolve(config):
         sources = Sources.open(phase)
-        places = [one.folder.source_path("train", one.source) for one in sources.mixture]
+        places = [entry.folder.source_path("train", entry.source) for entry in sources.mixture]
         stores = [int(store.lengths.sum()) for store in sources.stores("train")]
-        assert stores == [one.tokens("train") for one in sources.mixture]
+        assert stores == [entry.tokens("train") for entry in sources.mixture]
         shares = np.array(sources.weights) / sum(sources.weights)
-        found.append([(str(p.parents[1]), p.name, share) for p, share in zip(places, shares, strict=True)])
-    return found
+        phases.append([(str(p.parents[1]), p.name, share) for p, share in zip(places, shares, strict=True)])
+    return phases
 
 
 def printed(output: str) -> tuple[list[Read], list[bool]]:
-    """Of the plan's table the sources of each phase; and of its list whether each phase reads anything else."""
+    """Sources of each phase from the plan's table; and from its list, if a phase reads other data than before."""
     rows = re.findall(r"^p(\d) +(\w+) +([\d.]+)% .* (data/\w+)(?:, (\w+))?\s*$", output, re.MULTILINE)
     table: list[Read] = [[] for _ in range(PHASES)]
     for phase, name, share, folder, source in rows:
@@ -164,9 +165,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def close(one: Read, other: Read, within: float) -> bool:
-    same = [entry[:2] for entry in one] == [entry[:2] for entry in other]
-    return same and all(abs(a[2] - b[2]) <= within for a, b in zip(one, other, strict=True))
+def close(first: Read, second: Read, within: float) -> bool:
+    same = [entry[:2] for entry in first] == [entry[:2] for entry in second]
+    return same and all(abs(a[2] - b[2]) <= within for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("written", CASES)
@@ -194,10 +195,10 @@ def test_what_the_plan_prints_is_what_the_loader_opens(
         capsys.readouterr()
         assert train.main(arguments) == 0, (case, capsys.readouterr().err)
         table, changes = printed(capsys.readouterr().out)
-        found = opened(loaded[-1])
+        read = opened(loaded[-1])
         for index in range(PHASES):
-            assert close(found[index], wanted[index], 1e-9), (seed, case)
-            assert close(table[index], found[index], 5.1e-4), (seed, case)
-        differs = [index > 0 and not close(found[index], found[index - 1], 1e-9) for index in range(PHASES)]
+            assert close(read[index], wanted[index], 1e-9), (seed, case)
+            assert close(table[index], read[index], 5.1e-4), (seed, case)
+        differs = [index > 0 and not close(read[index], read[index - 1], 1e-9) for index in range(PHASES)]
         assert [said or not differ for said, differ in zip(changes, differs, strict=True)] == [True] * PHASES, case
     assert len(CASES[written]) / 8 < refused < len(CASES[written]) / 1.5

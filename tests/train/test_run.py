@@ -120,7 +120,7 @@ CHANGED = {
 def test_other_keys_are_refused_of_a_run_that_has_finished(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing would be done with them; what only says how or where it is started may differ."""
+    """A finished run would ignore other keys; only keys that say how or where it is started may differ."""
     assert train_small("run.max_steps=2") == 0
     run = tmp_path / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "LOCK"}

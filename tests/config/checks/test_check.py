@@ -273,8 +273,8 @@ def test_a_folder_that_a_phase_names_is_read():
     assert mentions(message, "to read that folder alone write mixture: null beside it")
     assert not reported(*mixed, "phases.0.data.path=data/chats", "phases.0.data.mixture=null")
     assert not reported(*mixed, "phases.0.data.path=data/chats", "phases.0.data.mixture={chats: {weight: 1}}")
-    own = "phases.0.data.mixture={chats: {weight: 1, path: data/more}}"
-    assert "the phase's mixture" in reported(*mixed, "phases.0.data.path=data/chats", own)["phases.0.data.path"]
+    elsewhere = "phases.0.data.mixture={chats: {weight: 1, path: data/more}}"
+    assert "the phase's mixture" in reported(*mixed, "phases.0.data.path=data/chats", elsewhere)["phases.0.data.path"]
     assert not reported("data=slimpajama", "phases.0.data.path=/other/slimpajama")  # sources by their names there
 
 

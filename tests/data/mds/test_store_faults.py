@@ -38,7 +38,7 @@ def impatient(folder: Path) -> CacheOptions:
 
 
 def patient(folder: Path) -> CacheOptions:
-    """For answers that come at once, however busy the machine is."""
+    """Wait long for answers that come at once, as the machine may be busy."""
     return CacheOptions(folder, patience=Patience(timeout=60, retries=1))
 
 

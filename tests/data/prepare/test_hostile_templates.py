@@ -40,7 +40,7 @@ SMALL = {"SECONDS": 0.3, "MEMORY": 2**28}
 
 @pytest.fixture
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a test ends sooner than a user's command would."""
+    """Lower the bounds, so that a test ends sooner than a user's command would."""
     for name, value in SMALL.items():
         monkeypatch.setattr(template_process, name, value)
 
@@ -65,9 +65,10 @@ def test_a_template_without_end_ends_with_words(name: str) -> None:
 
 @pytest.mark.usefixtures("small_bounds")
 def test_what_follows_a_lost_process_is_rendered_as_before() -> None:
-    """Until three were lost, and the template is not tried on."""
+    """Rendering continues after each lost process, and the template is given up after three."""
     text = f"{{% if messages[0].content == 'hang' %}}{LOOPS}{{% endif %}}{CHATML}"
-    chat, hanging = chat_of(text), [{"role": "user", "content": "hang"}]
+    chat = chat_of(text)
+    hanging = [{"role": "user", "content": "hang"}]
     wanted = chat_of(CHATML).conversation(CHAT)
     for _ in range(3):
         assert chat.conversation(CHAT) == wanted

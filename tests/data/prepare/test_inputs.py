@@ -150,7 +150,7 @@ def test_a_readme_is_no_data_beside_data(tmp_path: Path) -> None:
 
 
 def test_text_files_are_gathered_whatever_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a folder, by patterns and one by one: the inputs are equal, in the order of their paths."""
+    """A folder, patterns and single files name equal inputs, in the order of their paths."""
     monkeypatch.setattr(input_files, "TEXT_FILES", 4)
     names = ["b.txt", "a/z.txt", "a/b.md", "c.txt", "a/c/d.txt", "d.txt"]
     for name in names:
@@ -158,9 +158,9 @@ def test_text_files_are_gathered_whatever_names_them(tmp_path: Path, monkeypatch
         (tmp_path / name).write_text(name)
     expected = [[tmp_path / name for name in sorted(names)[:4]], [tmp_path / name for name in sorted(names)[4:]]]
     patterns = [[""], ["**/*.txt", "**/*.md"], names, ["d.txt", "*.txt", "a"]]
-    for given in patterns:
-        found = find([str(tmp_path / pattern) for pattern in given])
-        assert [list(one.files) for one in found.inputs] == expected, given
+    for named in patterns:
+        inputs = find([str(tmp_path / pattern) for pattern in named]).inputs
+        assert [list(entry.files) for entry in inputs] == expected, named
 
 
 def write_parquet(file: Path) -> Path:

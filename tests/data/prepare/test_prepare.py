@@ -181,7 +181,7 @@ def test_bad_lines(vocabulary: Vocabulary, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_small_files_share_shards(vocabulary: Vocabulary, tmp_path: Path) -> None:
-    """Files of every format, by a folder or by patterns, and by any number of workers: the same few shards."""
+    """Files of every format give the same few shards, named by folder or pattern, with any number of workers."""
     for number, text in enumerate(texts(300)):
         (tmp_path / f"txt/{number % 7}").mkdir(parents=True, exist_ok=True)
         (tmp_path / f"txt/{number % 7}/{number}.txt").write_text(text, newline="")
@@ -195,8 +195,8 @@ def test_small_files_share_shards(vocabulary: Vocabulary, tmp_path: Path) -> Non
     sizes = [shard.size for shard in source.shards]
     assert len(sizes) <= 2 * sum(sizes) / settings.shard_size + 1
     shutil.rmtree(tmp_path / "txt/lines")
-    found = find([str(tmp_path / "txt")]).inputs
-    by_folder = prepare(found, tmp_path / "folder", vocabulary, settings, workers=2)
+    inputs = find([str(tmp_path / "txt")]).inputs
+    by_folder = prepare(inputs, tmp_path / "folder", vocabulary, settings, workers=2)
     by_pattern = prepare(find(patterns[:1]).inputs, tmp_path / "pattern", vocabulary, settings)
     assert contents_of(by_folder.path) == contents_of(by_pattern.path)
 

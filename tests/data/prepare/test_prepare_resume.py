@@ -152,26 +152,27 @@ def test_a_damaged_input_can_be_mended(
 def test_what_failed_before_a_part_was_finished_blocks_nothing(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a mistake of the arguments, an interruption, or a limit that leaves all out, others are given."""
-    found, output = find([str(inputs)]).inputs, tmp_path / "out"
+    """Other arguments start afresh after a wrong key, after a limit that leaves out all, and after an interruption."""
+    every = find([str(inputs)]).inputs
+    output = tmp_path / "out"
     with pytest.raises(InputError, match="has no key 'body'"):
-        prepare(found, output, vocabulary, dataclasses.replace(SETTINGS, text_key="body"))
+        prepare(every, output, vocabulary, dataclasses.replace(SETTINGS, text_key="body"))
     assert not (tmp_path / "out.partial").exists()
     with pytest.raises(InputError, match="there is no document"):
-        prepare(found, output, vocabulary, dataclasses.replace(SETTINGS, min_tokens=10**6))
+        prepare(every, output, vocabulary, dataclasses.replace(SETTINGS, min_tokens=10**6))
     assert not (tmp_path / "out.partial").exists()
     interrupted(monkeypatch, inputs, output, vocabulary, parts=0)
     assert list((tmp_path / "out.partial/tokens").rglob("*.mds"))
     other = dataclasses.replace(SETTINGS, validation=0.3)
-    folder = prepare(found[1:], output, vocabulary, other)
-    clean = prepare(found[1:], tmp_path / "clean", vocabulary, other)
+    folder = prepare(every[1:], output, vocabulary, other)
+    clean = prepare(every[1:], tmp_path / "clean", vocabulary, other)
     assert contents_of(folder.path) == contents_of(clean.path)
 
 
 def test_records_of_one_input_a_part_are_resumed_from(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they were written when a part was always one input."""
+    """Records of the former format, of one input a part, are read."""
     interrupted(monkeypatch, inputs, tmp_path / "out", vocabulary)
     for file in (tmp_path / "out.partial/records").iterdir():
         with np.load(file) as stored:

@@ -110,7 +110,8 @@ def shipped() -> None:
     """What is launched at the sizes of recipes."""
     with torch.device("meta"):
         for channels, groups in ((1024, 1), (4096, 8), (5120, 1)):
-            y, z = (torch.empty(16, 2048, channels, dtype=torch.bfloat16, requires_grad=True) for _ in "yz")
+            y = torch.empty(16, 2048, channels, dtype=torch.bfloat16, requires_grad=True)
+            z = torch.empty_like(y, requires_grad=True)
             weight = torch.empty(channels, requires_grad=True)
             gated_norm.named("triton").function(GatedNormInputs(y, z, weight, groups, 1e-5)).sum().backward()
         for heads, dtype in ((24, torch.bfloat16), (64, torch.bfloat16), (24, torch.float32)):

@@ -89,7 +89,7 @@ def loads(path: Path) -> Path:
 def test_a_damaged_library_is_made_again(
     damaged: Callable[[bytes, int, int], Iterator[bytes]], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And only then loaded: mapped as it was it would end the process, or compute something else."""
+    """A damaged file is compiled again before it is loaded: mapped, it would end the process or compute nonsense."""
     assert library().reason == "built for this CPU"
     whole = loads(cache).read_bytes()
     kept = shutil.copy(loads(cache), cache.parents[1] / "kept.so")
@@ -97,43 +97,45 @@ def test_a_damaged_library_is_made_again(
     for bytes_there in damaged(whole, 20, time.time_ns()):
         put(loads(cache), bytes_there)
         library.cache_clear()
-        found = library()
-        assert found.reason.startswith(f"built for this CPU, again: {loads(cache)} had ")
-        assert found.functions is not None
-        assert found.functions.answer() == 42
+        loaded = library()
+        assert loaded.reason.startswith(f"built for this CPU, again: {loads(cache)} had ")
+        assert loaded.functions is not None
+        assert loaded.functions.answer() == 42
         assert loads(cache).read_bytes() == whole
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # a minute of compiling, and many on a busy machine
 def test_the_whole_library_cut_short(tmp_path: Path) -> None:
-    """By a process of its own, which would end by SIGBUS; it compiles all of it, as a user's next start does."""
+    """Load a truncated library in another process, which would end by SIGBUS; it compiles all again, as users would."""
     assert owner.missing() is None
-    own, name = compiled.cache_folder("native"), f"{Build.here().digest}.so"
-    there = tmp_path / "hybridtron" / "native"
-    there.mkdir(parents=True, mode=0o700)
+    intact = compiled.cache_folder("native")
+    name = f"{Build.here().digest}.so"
+    copies = tmp_path / "hybridtron" / "native"
+    copies.mkdir(parents=True, mode=0o700)
     for ending in ("", ".sha256"):
-        shutil.copy(own / f"{name}{ending}", there / f"{name}{ending}")
-    os.truncate(there / name, 100_000)
+        shutil.copy(intact / f"{name}{ending}", copies / f"{name}{ending}")
+    os.truncate(copies / name, 100_000)
     program = "from hybridtron.ops.native.library import library; print(library().reason)"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    size = (own / name).stat().st_size
+    size = (intact / name).stat().st_size
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"built for this CPU, again: {there / name} had 100,000 bytes of {size:,}\n"
+    assert done.stdout == f"built for this CPU, again: {copies / name} had 100,000 bytes of {size:,}\n"
 
 
 def test_a_file_of_another_build_is_made_again(cache: Path) -> None:
     assert library().functions is not None
-    made, (size, *_) = loads(cache), (cache / f"{loads(cache).name}.sha256").read_text().split()
+    path = loads(cache)
+    size = (cache / f"{path.name}.sha256").read_text().split()[0]
     other = Build(Build.here().compiler, ("-std=c++17", "-fPIC", "-g"), "another CPU")
-    made.unlink()
-    other.compile(made)
+    path.unlink()
+    other.compile(path)
     library.cache_clear()
-    found = library()
-    assert found.functions is not None
-    assert "again" in found.reason
-    assert made.stat().st_size == int(size)
+    loaded = library()
+    assert loaded.functions is not None
+    assert "again" in loaded.reason
+    assert path.stat().st_size == int(size)
 
 
 def test_two_kinds_of_node_share_a_home(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ FP32 = 5e-7  # of a tensor's norm
 
 @pytest.fixture
 def four_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with one row of more than 16 channels at a time, or with several shorter ones."""
+    """Run four programs, each with one row of more than 16 channels at a time, or with several shorter rows."""
     from hybridtron.ops.norm import kernels  # not above: imported again for the interpreter
 
     monkeypatch.setattr(kernels, "programs_at_once", lambda *_: 4)

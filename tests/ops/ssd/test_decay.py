@@ -35,7 +35,7 @@ def test_with_steps_of_one_the_scan_is_this(form: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("form", ["reference", "chunked", "native"])
 def test_a_token_does_not_see_itself_by_the_step_of_later_ones(form: str, dtype: torch.dtype) -> None:
-    """Not a bit of it, in a chunk and at its end."""
+    """Later steps change no bit of what a token sees of itself, within a chunk and at its end."""
     assert_unseen(form, 130, (0, 17, 63, 127), dtype)
 
 

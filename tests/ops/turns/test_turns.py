@@ -101,26 +101,26 @@ def test_fast_turns_equal_the_reference(fast: str, dtype: torch.dtype, tolerance
 
 
 def laid_out(how: str, dtype: torch.dtype) -> TurnInputs:
-    """Odd channels are no complex numbers in memory; in the last two the axes are in another order there."""
+    """Inputs as made, with odd channels, which form no complex numbers, or with axes in another order in memory."""
     if how == "odd channels":
         return turn_inputs(dtype, size=7)
     if how == "as made":
         return turn_inputs(dtype)
-    made = turn_inputs(dtype, groups=1)
+    inputs = turn_inputs(dtype, groups=1)
     order = (1, 0, 2, 3) if how == "tokens first" else (3, 2, 0, 1)
     back = [order.index(axis) for axis in range(4)]
-    moved = (t.detach().permute(order).contiguous().permute(back).requires_grad_() for t in made[:2])
-    return TurnInputs(*moved, *made[2:])
+    moved = (t.detach().permute(order).contiguous().permute(back).requires_grad_() for t in inputs[:2])
+    return TurnInputs(*moved, *inputs[2:])
 
 
 def assert_fast_turns_equal(fast: str, inputs: TurnInputs, tolerance: float) -> None:
-    found = {}
+    results = {}
     for form in ("reference", fast):
         with force(turn_pairs=form):
             k, q = turn_pairs(inputs)
         weights = torch.linspace(-1, 2, k.numel(), dtype=torch.float64).view_as(k)
-        found[form] = k, q, *torch.autograd.grad(((k.double() - q.double().sin()) * weights).sum(), inputs)
-    for ours, exact in zip(found[fast], found["reference"], strict=True):
+        results[form] = k, q, *torch.autograd.grad(((k.double() - q.double().sin()) * weights).sum(), inputs)
+    for ours, exact in zip(results[fast], results["reference"], strict=True):
         assert ours.dtype == exact.dtype
         assert (ours - exact).double().norm() <= tolerance * exact.double().norm()
 

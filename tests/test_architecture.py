@@ -177,7 +177,7 @@ def rooms_to_the_right(room: str, imports: list[str]) -> list[str]:
 
 
 def test_the_map_has_the_order_of_imports() -> None:
-    """A name of `ORDER` that hybridtron/README.md lacks, or has elsewhere."""
+    """The map in hybridtron/README.md has every name of `ORDER`, in that order."""
     map_of_code = (PACKAGE / "README.md").read_text()
     (line,) = [line for line in map_of_code.splitlines() if line.startswith("`shipped, ") and line.endswith("cli`")]
     assert line.strip("`").replace(" -> ", ", ").split(", ") == [name for name in ORDER if name != "__main__"]

@@ -44,12 +44,12 @@ class NotBuilt(Exception):
 
 
 class DamagedLibrary(Exception):
-    """A file is not as it was written; the message is how it differs, and empty where there is none."""
+    """A library's file differs from what was written; the message says how, and is empty where there is no file."""
 
 
 @dataclass(frozen=True)
 class LoadedLibrary:
-    """A library's functions, and what was wrong with the one that stood there before, if anything was."""
+    """A library's functions, and the damage of the file that it replaces; empty where there was none."""
 
     functions: ctypes.CDLL
     repaired: str
@@ -65,7 +65,7 @@ def compiler() -> Path:
 
 
 def load(folder: str, name: str, make: Callable[[Path], None], mode: int = ctypes.DEFAULT_MODE) -> LoadedLibrary:
-    """The library of this name, which `make` compiles where it is absent or damaged. Raises NotBuilt."""
+    """Load the library of this name; `make` compiles it where it is absent or damaged. Raises NotBuilt."""
     with _own_cache(folder) as own:
         repaired = ""
         try:
@@ -115,7 +115,7 @@ def _own_cache(name: str) -> Iterator[OwnFolder]:
 
 
 def open_whole(folder: OwnFolder, name: str) -> BufferedReader:
-    """The library, open, if its bytes are those that were written. Raises DamagedLibrary, or NotOwn."""
+    """Open a library if its bytes are those that were written. Raises DamagedLibrary, or NotOwn."""
     path = folder.path / name
     file = _opened(folder, name)
     if file is None:
@@ -138,7 +138,7 @@ def open_whole(folder: OwnFolder, name: str) -> BufferedReader:
 
 
 def _opened(folder: OwnFolder, name: str) -> BufferedReader | None:
-    """A file, or None where there is none. Raises DamagedLibrary where something else stands there, and NotOwn."""
+    """Open a file; None where there is none. Raises DamagedLibrary where it can't be opened, and NotOwn."""
     try:
         return folder.open(name)
     except FileNotFoundError:
@@ -161,7 +161,7 @@ def _record(name: str, file: BufferedReader) -> bytes:
 
 
 def _built(folder: OwnFolder, name: str, make: Callable[[Path], None]) -> BufferedReader:
-    """The library, made by this process, or by another one that it waited for. Raises NotBuilt."""
+    """Compile a library, or wait for another process that does, and open it. Raises NotBuilt."""
 
     def fill(temporary: Path) -> None:
         library = temporary / name
@@ -235,7 +235,7 @@ def _locked(lock: int) -> bool:
 
 
 def _linked(file: BufferedReader, path: Path, mode: int) -> ctypes.CDLL:
-    """The library of this open file and of no other one that gets its name meanwhile, where the system lets us say so.
+    """Load a library from its open file, not from a file that gets its name meanwhile, where the system allows that.
 
     The descriptor stays open: the loader knows libraries by their paths, and would take another file that is opened
     under the same number for this one.

@@ -1,4 +1,4 @@
-"""JSON and YAML of somebody else, parsed only as deep as anybody writes them: nothing that walks them breaks."""
+"""Parsing of JSON and YAML from elsewhere, refused where its depth would break code that walks it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEEPEST = 100
 
 
 class NotParsed(ValueError):
-    """It is no JSON, or no YAML, or nested too deep; the text says which."""
+    """A text is no JSON or YAML, or is nested too deep; the message says which."""
 
 
 def json_of(stored: bytes | str) -> Any:

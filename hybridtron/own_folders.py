@@ -4,9 +4,10 @@
         folder.open("library.so")
 
 Every folder on the way is opened by the one before it, without following links, and must belong to the user or to root.
-Nobody else may write to it, as who can rename what is in it can exchange it; a sticky one, as /tmp is, forbids that. A
-group may write where it is the user's alone: it has the user's name (or is root's) and lists nobody else, as on systems
-that give each user a group. Modes show the widest right of an access list as the group's, so that those count too.
+Nobody else may write to it, since a user who can rename its files can exchange them; a sticky folder such as /tmp
+forbids that. A group may write where it is the user's alone: it has the user's name (or is root's) and lists nobody
+else, as on systems that give each user a group. A mode shows the widest right of an access list as the group's, so that
+access lists count too.
 
 Which folders are looked at:
 

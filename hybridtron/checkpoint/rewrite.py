@@ -48,7 +48,7 @@ def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDiffe
 
 
 def in_short(ours: Any, theirs: Any) -> tuple[str, str]:
-    """Two values that differ, each in a few words: of lists where and how far, of long texts where they differ."""
+    """Describe two values that differ: lists by place and size of a difference, long texts by the part around it."""
     if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
         return f"{len(ours)} values", f"{len(theirs)} values, {_apart(ours, theirs)}"
     left, right = str(ours), str(theirs)

@@ -41,7 +41,7 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
 
 
 def device_problems(config: Config) -> Iterator[Problem]:
-    """A job asks for GPUs where its cluster or its precision is one of GPUs: without any it would run on CPUs."""
+    """Report a job without GPUs whose cluster or precision is for GPUs: it would run on CPUs."""
     cluster = config.cluster
     key = "cluster.gpus_per_node"
     if cluster.gpus_per_node:

@@ -95,7 +95,7 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
 
 
 def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str], list[OutsideFile]]:
-    """The files that settings name by their paths, and the settings for where configs/ has these by their names."""
+    """Replace paths in settings by names, for a copy of configs/ that gets the files; returns both."""
     kept: list[str] = []
     files: list[OutsideFile] = []
     for setting in settings:
@@ -160,7 +160,7 @@ def _known(group: str, configs: Path) -> list[str]:
 
 
 def _recipe_meant(configs: Path, text: str) -> str | None:
-    """The recipe that an argument names which is not of the form key=value."""
+    """Find the recipe that an argument without a key means; None where it means none."""
     if is_path(text) and is_file(text):
         path = Path(text).absolute()
         inside = path.is_relative_to(folder := (configs / "recipe").absolute())

@@ -33,7 +33,7 @@ CONFIG_OPTIONS = ("config", "config_dir", "config_file", "config_name", "config_
 
 
 def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The arguments without those that spaces cut apart, `recipe = laptop`, each of which is a problem."""
+    """Take out arguments that spaces cut apart, such as `recipe = laptop`; each of them is a problem."""
     left = list(arguments)
     problems = []
     at = 1

@@ -45,7 +45,7 @@ def typed(composed: DictConfig) -> DictConfig:
 
 
 def without_null_mixtures(value: Any) -> Any:
-    """A value of a configuration in which a mixture of null is an empty one: every source of the path."""
+    """Replace each null mixture in a value by an empty one, which means every source of the path."""
     if isinstance(value, list):
         return [without_null_mixtures(entry) for entry in value]
     if not isinstance(value, dict):
@@ -58,7 +58,7 @@ def without_null_mixtures(value: Any) -> Any:
 
 
 def remove_null_mixtures(config: DictConfig, key: str, value: Any) -> None:
-    """Take out the mixtures that a value below a key says to be null, before it is merged."""
+    """Remove the mixtures that a value for a key sets to null, before it is merged."""
     for name, entry in value.items() if isinstance(value, dict) else ():
         if name == MIXTURE and entry is None:
             OmegaConf.update(config, f"{key}.{MIXTURE}", {}, merge=False)

@@ -26,7 +26,7 @@ from hybridtron.shipped import shipped
 
 OWN = Path("configs")
 COMPLETE = "complete.txt"
-"""In a copy of configs/ that has the user's files too, as the code of a job: no other folder is read then."""
+"""Marks a copy of configs/ that has the user's files too, as a job's code does: no other folder is read then."""
 
 GREATEST = 2**20  # bytes
 NEAREST = 5
@@ -43,13 +43,13 @@ class OutsideFile:
 
     @property
     def name(self) -> str:
-        """A name in its group that only this text has."""
+        """The file's name in its group, which no file with another text has."""
         stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(self.path).stem)
         return f"{stem}-{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
 
     @property
     def node(self) -> Any:
-        """Its keys, with the files that it builds on still to be looked up."""
+        """The file's keys; the files that it builds on are not looked up yet."""
         return OmegaConf.load(StringIO(self.text))
 
     @property

@@ -96,7 +96,7 @@ def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened
 
 
 def _check_alike(first: MixtureSource, other: MixtureSource) -> None:
-    """The sources of a mixture mean the same by a token, and end a document with the same one."""
+    """Require that two sources mean the same by a token, and end documents with the same one."""
     ours = first.folder.manifest
     theirs = other.folder.manifest
     if theirs.tokenizer != ours.tokenizer:

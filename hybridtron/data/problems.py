@@ -77,7 +77,7 @@ def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
 
 
 def _folder_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
-    """Each folder of a phase that can't be read, under the key that names it, or else why they are no mixture."""
+    """List the folders of a phase that can't be read, by the keys that name them, or else why they are no mixture."""
     data = phase.data
     faults: dict[str, FolderError] = {}
     is_here = not is_url(data.path)
@@ -103,7 +103,7 @@ def _folder_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
 
 
 def _place_problems(key: str, path: str, vocab_size: int) -> list[Problem]:
-    """The embedded corpus is not written where recipes look for real text: they would read it without a word."""
+    """Refuse to write the embedded corpus where recipes look for real text: they would read it without a warning."""
     if not _is_recipes_path(path):
         return []
     cure = f"use data=embedded, or {key}={EMBEDDED_PATH.format(vocab_size)}"
@@ -168,7 +168,7 @@ def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> li
     reads = {one.source: one.epochs or 0.0 for one in reading_plan(found, tokens)}
     problems = _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
     has = min(one.folder.manifest.vocab_size for one in found)
-    if problems and 2 * has <= phase.model.vocab_size:  # no mistake by itself, but here it is other text that is meant
+    if problems and 2 * has <= phase.model.vocab_size:  # fine alone, here a sign of other text
         other = f"its vocabulary of {has} is not that of model.vocab_size={phase.model.vocab_size} either"
         return [Problem(problem.key, f"{problem.message}; {other}") for problem in problems]
     return problems

@@ -157,7 +157,7 @@ class Attending:
         return {str(shift): sums_H3 for shift, sums_H3 in self.sums.items()}
 
     def with_tensors(self, found: Mapping[str, Tensor]) -> Attending:
-        """With the sums over ranks in place of its own."""
+        """Replace its own sums by those over ranks."""
         return replace(self, sums={int(shift): sums_H3 for shift, sums_H3 in found.items()})
 
     def means(self) -> Tensor:
@@ -187,7 +187,7 @@ class Selecting:
         return {"tokens": torch.tensor(self.tokens), **sums}
 
     def with_tensors(self, found: Mapping[str, Tensor]) -> Selecting:
-        """With the sums over ranks in place of its own."""
+        """Replace its own sums by those over ranks."""
         return Selecting(int(found["tokens"]), found["sum"], found["logs"])
 
     def means(self) -> Tensor:

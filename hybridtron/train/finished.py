@@ -1,4 +1,4 @@
-"""A start of a run that has nothing left to train: what is said, and what is refused."""
+"""Start of a run that has nothing left to train: its message, and the keys that it refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FREE = re.compile(
 
 
 def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) -> None:
-    """Nothing is left to train; what is left to export is exported first."""
+    """Export what is left to export, then report that nothing is left to train."""
     after_phase.run(start.meta.step)
     LOG.info(
         f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "

@@ -125,7 +125,7 @@ def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Proble
 
 
 def _path(phase: ResolvedPhase) -> Iterator[Problem]:
-    """A folder that a phase names is read: where every source of its mixture has a folder of its own, it is not."""
+    """Report a phase's folder that is not read, since every source of its mixture has a folder of its own."""
     path = phase.settings.data.path
     mixture = phase.data.mixture
     if path is None or not mixture or any(entry.path is None for entry in mixture.values()):

@@ -65,7 +65,7 @@ class PrepareJob:
 
 
 class Finished(NamedTuple):
-    """Holds what a record does: the inputs' files as they were, what reading each input came to, and the shards."""
+    """The content of a record: the state of the inputs' files, a tally of each input, and the shards."""
 
     stamps: list[list[int]]
     tallies: list[Tally]
@@ -193,7 +193,7 @@ def stamps_of(inputs: Sequence[Input]) -> list[list[int]]:
 
 
 def changed_files(inputs: Sequence[Input], finished: Finished) -> list[Path]:
-    """The files of a part that are not as they were when it was written; all of it where there were more, or fewer."""
+    """List the files of a part that changed after it was written; all of them where their number did."""
     files = [file for one in inputs for file in one.files]
     before = finished.stamps
     if len(before) != len(files):

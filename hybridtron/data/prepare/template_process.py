@@ -35,7 +35,7 @@ TIMED_OUT = (-signal.SIGPROF, -signal.SIGALRM)
 
 
 class Unparsed(ValueError):
-    """It is no template; the text says why."""
+    """A text is no template; the message says why."""
 
 
 class TemplateProcess:

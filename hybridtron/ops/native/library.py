@@ -152,7 +152,7 @@ def _allowed() -> int:
 
 
 def cgroups(root: Path, own: str) -> list[Path]:
-    """The folders whose limits hold for a process, by its /proc/self/cgroup: of a container the root alone is seen."""
+    """List the folders whose limits hold for a process, by its /proc/self/cgroup; a container sees the root alone."""
     below = next((line.removeprefix("0::/") for line in own.splitlines() if line.startswith("0::/")), "")
     folder = root / below
     return [root, *(one for one in (folder, *folder.parents) if root in one.parents and ".." not in one.parts)]

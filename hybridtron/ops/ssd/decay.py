@@ -89,7 +89,7 @@ class DecayGradients(NamedTuple):
 
 
 class DecayChunk:
-    """T tokens, and what one computes from them and the state before them; y with or without the tokens' own part."""
+    """T tokens, with outputs and gradients from the state before them; y with or without the tokens' own part."""
 
     def __init__(
         self, q_BGTN: Tensor, k_BGTN: Tensor, v_BGTV: Tensor, g_BGRT: Tensor, sight: Sight, see_themselves: bool = True

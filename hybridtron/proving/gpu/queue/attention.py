@@ -22,7 +22,7 @@ WINDOW = 2048
 
 
 def attention(record: Recorder) -> None:
-    """Both passes, and of torch's kernels forward alone; that alone would compile another kernel of FlexAttention."""
+    """Time both passes, and torch's kernels forward alone too, for which FlexAttention would compile another kernel."""
     for recipe, shape in SHAPES.items():
         shape = (1, 64, 2, 32) if record.tiny else shape
         for name in BACKENDS:

@@ -89,7 +89,7 @@ def model_ms(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def idle(spans: Sequence[DeviceSpan]) -> dict[str, float]:
-    """From the first kernel's start to the last one's end: busy time, and how much of all of it is none."""
+    """Sum up the busy time and the idle share between the first kernel's start and the last kernel's end."""
     busy = 0.0
     gaps = 0
     until = 0.0

@@ -62,7 +62,7 @@ class QueuePart:
 
     @property
     def recipe(self) -> str:
-        """Whose step is measured; of an op there is none."""
+        """The recipe whose step is measured; empty for an op."""
         return self.argument if self.argument in (*RECIPES, FP8_RECIPE) else ""
 
     def function(self) -> Callable[[Recorder], None]:
@@ -116,7 +116,7 @@ PARTS = (
     _package_step("samba_421m", 75),
     QueuePart("fp8", _FP8, "fp8:fp8", 120, PARTS_OF_STEPS, FP8_RECIPE, (TE,)),
 )
-"""First what says where the time goes; all that needs no package with compiled code fits two calls of five minutes."""
+"""Parts in order: first those that show where time goes; those without compiled packages fit twice five minutes."""
 
 
 def named(name: str) -> QueuePart:

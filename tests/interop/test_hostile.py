@@ -227,7 +227,7 @@ def test_numbers_that_no_float_holds(
 
 @pytest.mark.timeout(20)
 def test_thousands_of_unknown_layers(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rules of the base are made once, not for each layer: else this takes minutes."""
+    """The rules of the base are made once, not for each of thousands of unknown layers."""
     shutil.copy(whole / "adapter" / "adapter_config.json", tmp_path)
     names = [f"base_model.model.model.layers.{number}.unknown.lora_A.weight" for number in range(3000)]
     save_file({name: torch.ones(2, 2) for name in names}, tmp_path / "adapter_model.safetensors")

@@ -89,8 +89,9 @@ def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, A
     lines = [to_yaml(one.config).splitlines() for one in (left, right)]
     for ours in dict.fromkeys(lines[0]):
         if ours not in lines[1]:
-            key = ours.partition(":")[0]
-            yield "config.yaml", ours.strip(), next((t.strip() for t in lines[1] if t.partition(":")[0] == key), "none")
+            key, _, value = ours.partition(":")
+            other = next((line.partition(":")[2] for line in lines[1] if line.partition(":")[0] == key), "none")
+            yield f"config.yaml {key.strip()}", value.strip(), other.strip()
 
 
 def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable[[int, int], None]) -> int:

@@ -245,7 +245,7 @@ def test_a_full_disk_leaves_nothing_and_a_killed_export_is_no_model(
 
     with monkeypatch.context() as patched:
         patched.setattr(files.os, "fsync", full)
-        assert export_of(source, output) == 1
+        assert export_of(source, output) == 2
     assert "No space left" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     if (child := os.fork()) == 0:

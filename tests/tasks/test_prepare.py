@@ -94,5 +94,6 @@ def test_a_recipe_trains_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
         {
             **{"source": "copying-23", "share": 1.0, "tokens": 96},
             **{"epochs": 96 / of_source.tokens, "learned": (of_source.learned or 0) / of_source.tokens},
+            "place": str(tmp_path / "made"),
         }
     ]

@@ -124,7 +124,7 @@ def test_on_the_same_layout_nothing_shows(
     assert ours is not None
     assert theirs is not None
     assert ours.meta == theirs.meta
-    assert {one.left for one in differences(ours, theirs)} == {f"dir: {undisturbed}"}
+    assert {difference.what for difference in differences(ours, theirs)} == {"config.yaml dir"}
 
 
 PAIRS = [

@@ -44,9 +44,11 @@ class Launcher:
 
 
 def _may_be_torchrun(process: int) -> bool:
-    """Whether a process runs Python, which what adopts the children of a torchrun that died before does not."""
+    """Whether a process runs Python as this user, unlike one that adopts the children of a dead torchrun."""
+    if not Path("/proc/self").exists():
+        return True  # a system without /proc says nothing
     try:
         program = Path(f"/proc/{process}/exe").readlink().name
-    except OSError:  # another user's, or a system without /proc
-        return True
+    except OSError:  # another user's, and torchrun is this user's
+        return False
     return program.startswith(("python", "pypy"))

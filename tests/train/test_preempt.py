@@ -172,6 +172,18 @@ def test_a_launcher_that_died_before_anyone_looked_is_gone(monkeypatch: pytest.M
     assert found == [True, False]
 
 
+def test_an_adopter_of_another_user_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first process is for most users: its program can't be read."""
+
+    def refuse(_: Path) -> Path:
+        raise PermissionError
+
+    monkeypatch.setattr(launcher, "PARENT", 1)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(Path, "readlink", refuse)
+    assert launcher.Launcher({"TORCHELASTIC_RUN_ID": "x"}).is_gone
+
+
 def test_after_the_first_step_there_is_something_to_save() -> None:
     asked = requests()
     assert not asked.launcher.worth_saving

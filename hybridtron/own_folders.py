@@ -153,10 +153,10 @@ def write_whole(folder: Path, names: Sequence[str], fill: Callable[[Path], None]
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as temporary:
         fill(Path(temporary))
         for name in names:
-            _sync(Path(temporary, name))
+            sync(Path(temporary, name))
         for name in names:
             Path(temporary, name).replace(folder / name)
-    _sync(folder)
+    sync(folder)
 
 
 def _make_room(path: Path) -> None:
@@ -170,8 +170,8 @@ def _make_room(path: Path) -> None:
             raise OSError(f"{path} is a folder, and {cause}: remove both") from None
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on disk."""
+def sync(path: Path) -> None:
+    """Wait until a file that was closed, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

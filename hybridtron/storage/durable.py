@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from hybridtron.own_folders import sync
+
 EARLY = 2**24  # bytes that are worth a flush of their own
 
 
@@ -31,15 +33,6 @@ def writing(path: Path) -> Iterator[Callable[[memoryview], None]]:
         yield write
         flush.result()
         os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Wait until a file that was closed, or a folder's list of names, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def temporary_of(path: Path) -> Path:

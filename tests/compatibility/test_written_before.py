@@ -10,12 +10,13 @@ import json
 import subprocess
 import sys
 import tarfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-from hybridtron.cli import convert, train
+from hybridtron.cli import train
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(__file__).with_name("written_by_0.1.0.tar.xz")
@@ -64,11 +65,12 @@ def test_prepared_tokens_are_verified(before: Path) -> None:
     assert subprocess.run(command, cwd=before).returncode == 0
 
 
-def test_an_export_is_loaded_by_transformers_and_imported(before: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import transformers
-
-    exported = (before / "hf").rename("exported_by_0_1_0")  # a process keeps classes by the names of folders
-    assert transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
-    assert convert.main(["import", "--input", str(exported), "--output", "imported"]) == 0
-    renamed = Version(transformers.__version__) >= Version("5.24")  # the cache, whose former name that class has
-    assert ("export again" in capsys.readouterr().err) == renamed
+def test_an_export_is_loaded_by_transformers_and_imported(before: Path) -> None:
+    # processes of their own: where hybridtron.hf was imported, transformers takes its class instead of the folder's
+    load = "import transformers; transformers.AutoModelForCausalLM.from_pretrained('hf', trust_remote_code=True)"
+    assert subprocess.run([sys.executable, "-c", load], cwd=before).returncode == 0
+    command = [sys.executable, "-m", "hybridtron", "import", "--input", "hf", "--output", "imported"]
+    imported = subprocess.run(command, cwd=before, capture_output=True, text=True)
+    assert imported.returncode == 0, imported.stderr
+    renamed = Version(version("transformers")) >= Version("5.24")  # the cache, whose former name that class has
+    assert ("export again" in imported.stderr) == renamed

@@ -4,6 +4,10 @@ Every part has tiles of its own; a later one leaves out what an earlier one has.
 flash attention does from block to block, and the backward pass makes the weights again from the kept log-sum-exps.
 Time and memory are linear in L.
 
+A later token may move keys of a bin to other places of a tile. No bit of an earlier output depends on that: weights are
+added up by the product that adds up the values, key after key, and a key that is not seen adds an exact zero. A sum
+over the last axis would not do: it adds up by lanes, which depend on a key's place.
+
 Legend as in `reference` and `parts`.
 """
 
@@ -43,7 +47,7 @@ def _scores(q_TQN: Tensor, k_TWN: Tensor, visible_TQW: Tensor) -> Tensor:
 
 
 def _finite(sums: Tensor) -> Tensor:
-    """Log-sum-exps to subtract: of nothing, 0 instead of -inf."""
+    """Replace -inf, the maximum or log-sum-exp of no score, by 0, so that it can be subtracted."""
     return sums.masked_fill(sums == -torch.inf, 0.0)[..., None]
 
 
@@ -53,17 +57,21 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[PatternPart]) -> Tensor:
         wide = wide_type(v)
-        y = torch.zeros(len(q), v.shape[1], dtype=wide, device=v.device)
-        sums = torch.full((len(q),), -torch.inf, dtype=wide, device=v.device)
-        for queries_TQ, keys_TW, visible_TQW in _steps(parts, k.shape[1] + v.shape[1]):
+        ones = v.new_ones(len(v), 1)  # their sums are those of the weights
+        values = torch.cat((v, ones), dim=1)
+        sums = torch.zeros(len(q), values.shape[1], dtype=wide, device=v.device)
+        largest = torch.full((len(q),), -torch.inf, dtype=wide, device=v.device)
+        for queries_TQ, keys_TW, visible_TQW in _steps(parts, k.shape[1] + values.shape[1]):
             scores_TQW = _scores(at_least_fp32(q[queries_TQ]), at_least_fp32(k[keys_TW]), visible_TQW)
-            before_TQ = sums[queries_TQ]
-            after_TQ = torch.logaddexp(before_TQ, scores_TQW.logsumexp(-1))
-            rescaled_TQP = y[queries_TQ] * torch.exp(before_TQ[..., None] - _finite(after_TQ))
+            before_TQ = largest[queries_TQ]
+            after_TQ = torch.maximum(before_TQ, scores_TQW.amax(-1))
+            rescaled_TQP = sums[queries_TQ] * torch.exp(before_TQ[..., None] - _finite(after_TQ))
             weights_TQW = torch.exp(scores_TQW - _finite(after_TQ))
-            y[queries_TQ] = torch.baddbmm(rescaled_TQP, weights_TQW, at_least_fp32(v[keys_TW]))
-            sums[queries_TQ] = after_TQ
-        ctx.save_for_backward(q, k, v, y, sums)
+            sums[queries_TQ] = torch.baddbmm(rescaled_TQP, weights_TQW, at_least_fp32(values[keys_TW]))
+            largest[queries_TQ] = after_TQ
+        of_values, of_weights = sums[:, :-1], sums[:, -1]
+        y = of_values / of_weights.where(of_weights > 0, 1)[:, None]
+        ctx.save_for_backward(q, k, v, y, largest + of_weights.log())
         ctx.parts = parts
         return y.to(v.dtype)
 

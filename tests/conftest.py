@@ -46,6 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="I/N", help="every N-th test by a digest of its name: slice I of N")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a pytest under which xdist runs every test for itself, on twice as many processes as there are cores."""
+    if config.getoption("dist", "no") == "loadgroup" and not hasattr(pytest.Item, "_nodeid"):
+        raise pytest.UsageError("pytest-xdist does not group tests under this pytest: install a version below 9.2")
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep one slice of the tests; each test is in one slice, whatever others there are.

@@ -69,9 +69,9 @@ class _TiledAttention(torch.autograd.Function):
             weights_TQW = torch.exp(scores_TQW - _finite(after_TQ))
             sums[queries_TQ] = torch.baddbmm(rescaled_TQP, weights_TQW, at_least_fp32(values[keys_TW]))
             largest[queries_TQ] = after_TQ
-        of_values, of_weights = sums[:, :-1], sums[:, -1]
-        y = of_values / of_weights.where(of_weights > 0, 1)[:, None]
-        ctx.save_for_backward(q, k, v, y, largest + of_weights.log())
+        weighted_values, total_weights = sums[:, :-1], sums[:, -1]
+        y = weighted_values / total_weights.where(total_weights > 0, 1)[:, None]
+        ctx.save_for_backward(q, k, v, y, largest + total_weights.log())
         ctx.parts = parts
         return y.to(v.dtype)
 

@@ -1,4 +1,8 @@
-"""Work that a run is given: where a phase has ended and its checkpoint is written, and `run.evaluate`."""
+"""Two protocols by which a caller adds work to the training loop.
+
+`AfterPhase` runs once a phase has ended and its checkpoint is written, for example to export it. `Evaluation` measures
+the model between steps, as `run.evaluate` asks.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,38 @@ from hybridtron.engine.engine import Engine
 
 
 class AfterPhase(Protocol):
-    """Done by the first process while the others wait.
+    """Work that the first process does after a phase, while the others wait.
 
-    It must not raise: what went wrong stays in `failed`, by a name, and makes the run's exit code 1 at its end.
+    It must not raise. It records failures in `failed` instead, as reasons by name. Any entry makes the run exit with
+    code 1.
     """
 
     @property
     def failed(self) -> Mapping[str, str]: ...
 
     def due(self, step: int, /) -> bool:
-        """Whether there may be something to do after this step; the same on every process."""
+        """Return True if there may be work after this step. All processes must get the same answer."""
         ...
 
-    def run(self, step: int, /) -> None: ...
+    def run(self, step: int, /) -> None:
+        """Do the work of all phases that have ended by this step. Only the first process calls it."""
+        ...
 
 
 class Evaluation(Protocol):
-    """Measures the model while it trains; all processes call it together. It draws no number that training draws."""
+    """A measurement of the model during training. All processes call it together.
+
+    It must leave the random state of training unchanged.
+    """
 
     def begin(self, phase: ResolvedPhase, sources: Sources, /) -> list[str]:
-        """What can't be measured in a phase, with the reason; ConfigError where a user must know."""
+        """Prepare to measure in a phase.
+
+        Returns one line for each measurement that is not possible, with the reason. Raises ConfigError for a mistake
+        that the user must mend.
+        """
         ...
 
-    def measure(self, engine: Engine, step: int, beat: Callable[[str], None], /) -> dict[str, float]: ...
+    def measure(self, engine: Engine, step: int, beat: Callable[[str], None], /) -> dict[str, float]:
+        """Return metrics of the model by name. It calls `beat` with each part that it begins, for the watchdog."""
+        ...

@@ -1,4 +1,4 @@
-"""Progress of a run on the console: a live bar on a terminal, plain lines elsewhere, both with the time left."""
+"""Progress on the console: a live bar on a terminal, plain lines elsewhere. Both show an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from hybridtron.train.outcome import clock
 
 
 class ConsoleSink:
-    """A live bar on a terminal; elsewhere one plain line every `log_every` steps and at every evaluation.
+    """Sink that shows a live bar on a terminal, or else prints a line every `log_every` steps and at evaluations.
 
-    The time left is that of the steps that are left at the pace of this start so far, evaluations and saves included.
+    The time left is the number of remaining steps, times the mean time of a step since this start. That mean includes
+    evaluations and saves.
     """
 
     def __init__(self, log_every: int, first_step: int, last_step: int) -> None:

@@ -1,8 +1,8 @@
-"""The engine of the phase under way, and the next one where a phase needs another.
+"""The engine of the current phase, rebuilt where a phase needs another one.
 
-A phase that uses the model in another way, in another precision, or trains other weights, is begun as a resumed run is:
-a new engine is built and reads the checkpoint of the border, in which adapters that end there are merged. So what a run
-does at a border, and what a restart there does, is the same.
+A phase may change the model's options, the precision or the set of trained weights. Such a phase begins as a resumed
+run does: a new engine is built and reads the checkpoint at the phase boundary, with adapters that end there merged into
+their weights. So a run that crosses a boundary computes the same as one that restarts there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridtron.train.start import weights_for
 
 
 class Engines:
-    """Holds one engine at a time, as the memory has room for no more."""
+    """Builds the engines of a run's phases and holds one at a time, since memory has no room for two."""
 
     def __init__(self, config: Config, groups: Groups) -> None:
         self.config, self.groups = config, groups
@@ -32,11 +32,15 @@ class Engines:
 
     @property
     def now(self) -> Engine:
+        """The current engine; `build` or `engine_for` must have been called."""
         assert self._now is not None
         return self._now
 
     def build(self, phase: int, whole: Callable[[str], Tensor] | None = None) -> Engine:
-        """An engine for a phase, in the place of the one before."""
+        """Build the engine of a phase, after dropping the current one.
+
+        `whole` returns a full weight by name, to start from; without it weights are initialized.
+        """
         self._now = None
         gc.collect()  # modules and hooks refer to each other
         self._now = Engine(self.config, self.groups, whole, phase=phase)
@@ -45,7 +49,11 @@ class Engines:
         return self._now
 
     def engine_for(self, checkpoint: Checkpoint) -> tuple[Engine, Border | None]:
-        """The engine that continues from a checkpoint; where a phase begins there, also from which weights."""
+        """Return the engine that continues from a checkpoint, built if the current one does not fit.
+
+        If a phase other than the first begins at the checkpoint's step, the second value says which weights the phase
+        starts from, and whether it keeps the moments. Otherwise it is None.
+        """
         phase = phase_continuing_at(resolve(self.config), checkpoint.meta.step)
         begins = phase.index > 0 and checkpoint.meta.step == phase.start_step
         if self._now is None or not self._now.serves(phase.index) or (begins and not phase.keeps_adapters):
@@ -55,11 +63,11 @@ class Engines:
         given = weights_for(phase)
         if given is not None:
             return self.now, Border(given, moments=False, key=phase.own_key("init_from"))
-        if not phase.keeps_adapters:  # what was learned before does not learn now, or stands beside what is new
+        if not phase.keeps_adapters:  # adapters end or begin here, so the trained weights are others
             return self.now, Border(merged(checkpoint), moments=False)
         return self.now, Border(checkpoint, phase.settings.moments is Moments.keep)
 
     def needs_rebuild(self, phase: ResolvedPhase) -> bool:
-        """Whether a phase begins with anything but what the one before leaves."""
+        """Return True if a phase can't continue with the current engine, weights and moments as they are."""
         replaced = phase.settings.init_from is not None or phase.settings.moments is Moments.reset
         return replaced or not phase.keeps_adapters or not self.now.serves(phase.index)

@@ -1,4 +1,7 @@
-"""Held-out loss at the training length and at multiples of it, every row from zero states; and when it is due."""
+"""Held-out loss, at the training length and at multiples of it. Every row starts from zero states.
+
+`evaluated` adds it to a step's metrics when it is due, with the metrics of `run.evaluate`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def evaluated(
     evaluation: Evaluation | None,
     beat: Callable[[str], None],
 ) -> StepMetrics:
-    """The metrics of a step, with held-out losses and what `run.evaluate` asks for where they are due."""
+    """Return a step's metrics with held-out losses and the results of `run.evaluate` added, each if it is due.
+
+    `ends` says that the step is the phase's last, at which both are due. All processes call this together.
+    """
     run, step, tokens = phase.config.run, metrics.step, phase.settings.tokens_per_step
     if ends or step % parse_steps(run.eval_every, tokens) == 0:
         beat(f"the evaluation at step {step}")
@@ -41,9 +47,10 @@ def evaluated(
 
 
 def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[dict[str, float], dict[str, float]]:
-    """Mean cross entropy per learned token by length, {"1x": 3.21, "2x": 3.18}, and at the first length by source.
+    """Return the mean cross entropy per learned token by length, {"1x": 3.21, "2x": 3.18}, and by source.
 
-    It is nan where the rows hold nothing that is learned.
+    Losses by source are those at the first length. A mean over no learned tokens is nan by length, and left out by
+    source.
     """
     run, settings = phase.config.run, phase.settings
     documents, tokens = phase.documents, parse_tokens(run.eval_tokens)
@@ -64,9 +71,10 @@ def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[di
 
 
 def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> list[tuple[int, Batch]]:
-    """This data-parallel rank's batches, each with its part: as many on each, a multiple of the stages, of one shape.
+    """Return this data-parallel rank's share of the batches, each with the number of its source.
 
-    What is missing is filled up with rows that are masked, and so count nowhere.
+    All ranks get equally many batches of the same shape, a multiple of the pipeline stages. Masked rows, which do not
+    count in the loss, fill the gaps.
     """
     ranks, stages = engine.groups.data_size, engine.groups.pipeline_size
     each = math.ceil(len(batches) / (ranks * stages)) * stages
@@ -78,7 +86,7 @@ def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> l
 
 
 def padded(batch: Batch, rows: int) -> Batch:
-    """The batch with `rows` rows; those beyond its own repeat its first row under a mask."""
+    """Return the batch padded to `rows` rows; the added rows repeat the first one and are masked in the loss."""
     missing = rows - len(batch.tokens_BL)
     if missing == 0:
         return batch

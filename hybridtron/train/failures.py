@@ -1,9 +1,9 @@
-"""Which rank failed first, and why: the line in outcome.json, and each rank's traceback in logs/error-RANK.txt.
+"""Report of the rank that failed first: its reason in outcome.json, each rank's traceback in logs/error-RANK.txt.
 
-The first process to make the file wins. A rank that fails while it waits for others (its peer went away, or never came)
-is seldom the cause: it looks for a rank of its own machine that is gone or stopped, and waits briefly, so that
-the rank at fault can report first. Of a rank that can't report (killed on another machine, or its interpreter stuck)
-its peers report what they saw.
+The first process to create outcome.json wins. A rank that fails while it waits for others (its peer died, or never
+joined) is seldom the cause. So it first looks for a rank of its own machine that is dead or stopped, and waits briefly
+to let the rank at fault report first. If that rank can't report (it was killed on another machine, or its interpreter
+is stuck), its peers report the failure that they observed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hybridtron.config.checks.export import sealed_checkpoints
 from hybridtron.train.outcome import FILE, Progress, finite
 from hybridtron.train.records import read_record
 
-GRACE_S = 2.0  # that a rank which waited for others waits for their reports
-WAITING = ("/torch/distributed/", "/megatron/core/")  # where a rank's innermost calls are while it waits for others
+GRACE_S = 2.0  # time for the rank at fault to report, before a rank that was waiting for it does
+WAITING = ("/torch/distributed/", "/megatron/core/")  # files of the innermost calls of a rank that waits for others
 PROC = Path("/proc")
 LOG = logging.getLogger(__name__)
 
 
 def process_fault(process: int) -> str | None:
-    """What is wrong with a process of this machine; None also where the system can't show it."""
+    """Say if a process of this machine is dead or stopped. None if it is neither, or if there is no /proc to ask."""
     if not PROC.is_dir():
         return None
     try:
@@ -42,19 +42,22 @@ def process_fault(process: int) -> str | None:
 
 
 class FailedElsewhere(RuntimeError):
-    """This rank failed because another one had."""
+    """Raised instead of an error that another rank's failure has caused."""
 
 
 class Failures:
-    """Records a failure of this rank."""
+    """Records how this rank of a run ends: in outcome.json, and in its own files in logs/."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.run_dir, self.rank = run_dir, rank
-        self.places: list[tuple[str, int]] = []  # machine and process of every rank, when they have joined
+        self.places: list[tuple[str, int]] = []  # host and process id of every rank; empty until all have joined
         self.progress = Progress()
 
     def record_error(self, error: BaseException) -> FailedElsewhere | None:
-        """Log an error's traceback and report it; what to raise in its place if another rank had failed first."""
+        """Log an error's traceback and report it.
+
+        Returns the error to raise in its place if another rank had failed first, else None.
+        """
         text = "".join(traceback.format_exception(error))
         self.log("error", text)
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -64,7 +67,10 @@ class Failures:
         return FailedElsewhere(f"rank {self.rank} ends, as rank {first} failed first: {reason}")
 
     def report(self, reason: str, waiting: bool) -> tuple[int, str]:
-        """Make outcome.json, unless another rank did; the rank that failed first, and why."""
+        """Write a failure to outcome.json unless another rank has, and return which rank failed first and why.
+
+        `waiting` says that this rank was waiting for others, so that the cause is looked for among its neighbours.
+        """
         rank = self.rank
         if waiting and (found := self._look_around()) is not None:
             rank, status = found
@@ -80,7 +86,11 @@ class Failures:
         rank: int | None = None,
         failed_exports: Mapping[str, str] | None = None,
     ) -> bool:
-        """Make outcome.json, if there is none; before the ranks have joined, it is of an earlier start."""
+        """Write outcome.json unless it exists; return False if it does.
+
+        Until all ranks have joined, an existing file is from an earlier start and is overwritten. A file that can't be
+        written is logged.
+        """
         words: dict[str, Any] = {"outcome": outcome, "reason": reason, "rank": rank, "failed_exports": failed_exports}
         words |= asdict(self.progress)
         del words["tokens"]  # metrics.jsonl has them
@@ -100,13 +110,16 @@ class Failures:
         return True
 
     def log(self, kind: str, text: str) -> None:
-        """Add to logs/KIND-RANK.txt, with the time."""
+        """Append a text to logs/KIND-RANK.txt, with the time."""
         path = self.run_dir / "logs" / f"{kind}-{self.rank}.txt"
         with suppress(OSError), path.open("a") as file:  # a full disk must not hide what failed
             file.write(f"{datetime.now().isoformat(' ', 'seconds')} rank {self.rank}\n{text}\n")
 
     def _reported(self) -> tuple[int, str] | None:
-        """What outcome.json says of a failure; it may be there a moment before its words are."""
+        """Return the rank and reason of a failure from outcome.json, or None.
+
+        It waits for GRACE_S, since the file exists a moment before its content.
+        """
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
             if found := read_record(self.run_dir / FILE):
@@ -115,7 +128,10 @@ class Failures:
         return None
 
     def _look_around(self) -> tuple[int, str] | None:
-        """A rank of this machine that is gone or stopped, unless another rank reports its own failure meanwhile."""
+        """Find a dead or stopped rank of this machine; return its number and status, or None after GRACE_S.
+
+        The search ends early, with None, when another rank writes outcome.json.
+        """
         here = self.places[self.rank][0] if self.places else None
         neighbours = [(rank, process) for rank, (host, process) in enumerate(self.places) if host == here]
         until = time.monotonic() + GRACE_S
@@ -128,6 +144,6 @@ class Failures:
 
 
 def waits_for_others(frames: Iterable[FrameType]) -> bool:
-    """Whether a stack, innermost call first, is inside a collective or a send or receive."""
+    """Return True if a stack, innermost call first, is inside a collective, a send or a receive."""
     innermost = [frame.f_code.co_filename for _, frame in zip(range(4), frames, strict=False)]
     return any(part in name for name in innermost for part in WAITING)

@@ -1,4 +1,8 @@
-"""Start of a run that has nothing left to train: its message, and the keys that it refuses."""
+"""Start of a run that is already trained to its end.
+
+Such a start reports that nothing is left to train, and retries failed exports. It refuses changed keys, which would
+have no effect.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from hybridtron.train.outcome import record_exports
 from hybridtron.train.run_folder import ExportsFailed
 
 LOG = logging.getLogger(__name__)
-# Keys of how and where a run is started, which may differ each time; and exports, which are still made.
+# Keys that may change: how and where a run is started, and exports, which are still made.
 FREE = re.compile(
     r"(cluster|parallel)\..*|phases\.\d+\.export"
     r"|run\.(dir|plan|resume|max_minutes|timeout|log_every|accept_data_changes|tunes)"
@@ -26,7 +30,7 @@ FREE = re.compile(
 
 
 def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) -> None:
-    """Export what is left to export, then report that nothing is left to train."""
+    """Make missing exports, then log that nothing is left to train. Raises ExportsFailed."""
     after_phase.run(start.meta.step)
     LOG.info(
         f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
@@ -40,7 +44,7 @@ def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) 
 
 
 def check_unchanged(start: Checkpoint, config: Config) -> None:
-    """Raise ConfigError where a run that has finished is started with other keys, which nothing would be done with."""
+    """Raise ConfigError if a finished run is started with keys that differ from its checkpoint and would do nothing."""
     step = start.meta.step
     held = dict(_leaves(to_plain(start.config)))
     ours = dict(_leaves(to_plain(phase_ending_at(resolve(config), step).config)))
@@ -58,7 +62,7 @@ def check_unchanged(start: Checkpoint, config: Config) -> None:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key below a value that holds no further ones; places of a list of sections are keys too."""
+    """Yield each leaf of a nested configuration, with its dotted key. An index into a list of sections is a key too."""
     if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
         value = {str(index): entry for index, entry in enumerate(value)}
     if not isinstance(value, dict):

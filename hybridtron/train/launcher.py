@@ -1,7 +1,7 @@
-"""The torchrun that started this process, without which it must not continue for long: another start may come.
+"""Watch on the torchrun that started this process: the process must not outlive it.
 
-A process that has made no step yet ends at once when its launcher dies, wherever it is; later it has GRACE_S to save
-and end by itself (see `preempt.py`).
+Another start of the run may follow and wait for its folder. If the launcher dies before the first step is done, the
+process ends at once. Later it has GRACE_S to save a checkpoint and end by itself (see `preempt.py`).
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-PARENT = os.getppid()  # now, since a launcher may die during the slow imports
-GRACE_S = 30.0  # as long as torchrun itself leaves processes that it has asked to stop
-LOOK_S = 0.5
+PARENT = os.getppid()  # taken at import, since a launcher may die during the slow imports
+GRACE_S = 30.0  # the time torchrun leaves processes to stop before it kills them
+LOOK_S = 0.5  # between looks for the launcher
 
 
 class Launcher:
-    """Shows whether a torchrun is gone; of others nothing is known, as a shell may end before what it started."""
+    """Watches the torchrun that started this process.
+
+    Other launchers are not watched: a shell may end before the programs that it started.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.process = PARENT if "TORCHELASTIC_RUN_ID" in environment else None
-        self.worth_saving = False  # a step was made
+        self.worth_saving = False  # set once a step is done
         self._died_before = self.process is not None and not _may_be_torchrun(self.process)
 
     @property
     def is_gone(self) -> bool:
+        """True if torchrun started this process and has died."""
         return self.process is not None and (self._died_before or os.getppid() != self.process)
 
     def watch(self) -> None:
-        """End this process in time when the launcher is gone."""
+        """Start a thread to end this process when the launcher dies: at once, or after GRACE_S if a step is done."""
         if self.process is not None:
             threading.Thread(target=self._watch, name="launcher", daemon=True).start()
 
@@ -44,11 +48,11 @@ class Launcher:
 
 
 def _may_be_torchrun(process: int) -> bool:
-    """Whether a process runs Python as this user, unlike one that adopts the children of a dead torchrun."""
+    """Return True if a process runs Python as this user, unlike one that adopts a dead torchrun's children."""
     if not Path("/proc/self").exists():
-        return True  # a system without /proc says nothing
+        return True  # without /proc it can't be known
     try:
         program = Path(f"/proc/{process}/exe").readlink().name
-    except OSError:  # another user's, and torchrun is this user's
+    except OSError:  # it belongs to another user, and torchrun to this one
         return False
     return program.startswith(("python", "pypy"))

@@ -1,9 +1,10 @@
-"""One run, one writer: the first process holds RUN/.lock from before it looks into the folder until it ends.
+"""Lock of a run's folder, so that one run has one writer.
 
-The lock is the kernel's (flock), which takes it back when the process dies, however it dies. The file says who holds
-it, and its time stamp is renewed every BEAT_S: a heartbeat, which decides where the file system has no locks, or where
-the holder runs on another machine, since some file systems keep locks to one machine. A holder whose time stamp has not
-changed for STALE_S is gone. Only whether it changes counts, not what it says: clocks differ, and they jump.
+The first process of a run holds RUN/.lock from before it looks into the folder until it ends. The lock is the kernel's
+(flock), which releases it however the process dies. The file names the holder, and its time stamp is renewed every
+BEAT_S as a heartbeat. The heartbeat decides where the file system has no locks, and where the holder runs on another
+machine, since some file systems apply locks within one machine only. A holder whose time stamp has not changed for
+STALE_S is dead. The time stamp's value is never compared with a clock: clocks of machines differ, and they jump.
 
 Only a start takes the lock; reading a run needs none.
 """
@@ -28,19 +29,20 @@ from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.launcher import GRACE_S
 
 FILE = ".lock"
-PATIENCE_S = GRACE_S + 10.0  # how long a start waits: an orphan of a killed launcher has ended by then
-SLURM_PATIENCE_S = 120.0  # nobody sits and waits, and NFS keeps the locks of a dead node for its lease of 90 s
+PATIENCE_S = GRACE_S + 10.0  # a start waits until an orphan of a killed launcher has ended
+SLURM_PATIENCE_S = 120.0  # batch jobs can wait; NFS keeps a dead node's locks for its lease of 90 s
 BEAT_S, STALE_S = 2.0, 20.0
-SETTLE_S = 1.0  # until two that take over a silent holder's file at once see which of them wrote last
-LOOK_S = 0.2
-SIZE = 512  # of the file, so that a record replaces another in one write
+SETTLE_S = 1.0  # after which two processes that replace a dead holder at once see which of them wrote last
+LOOK_S = 0.2  # between attempts to take the lock
+SIZE = 512  # bytes of the file: constant, so that one write replaces a record
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class RunLock:
-    """Holds a run's folder from its start as a context to its end; makes the folder where there is none.
+    """Context manager that holds the lock of a run's folder. It creates the folder if it is missing.
 
-    Raises ConfigError if the folder can't be used, or is another's until the patience ends or `given_up`.
+    Entering raises ConfigError if the folder can't be used, or if another process still holds it when the patience ends
+    or when `given_up` returns True.
     """
 
     def __init__(self, run_dir: Path, given_up: Callable[[], bool] = lambda: False) -> None:
@@ -49,8 +51,8 @@ class RunLock:
         self.here = f" on {socket.gethostname()} since "
         self.own = f"process {os.getpid()}{self.here}{datetime.now(UTC).isoformat(' ', 'microseconds')}"
         self._holder = ""
-        self._beat_of: tuple[str, int] | None = None  # the holder that was seen last, and its time stamp
-        self._changed = 0.0
+        self._beat_of: tuple[str, int] | None = None  # the holder last seen, and its time stamp
+        self._changed = 0.0  # when that time stamp was first seen, on the monotonic clock
         self._released = threading.Event()
 
     def __enter__(self) -> Self:
@@ -77,7 +79,7 @@ class RunLock:
         self._remove_empty()
 
     def _remove_empty(self) -> None:
-        """A start that was refused leaves no folder behind."""
+        """Remove the folder if this start created it and it is still empty."""
         with suppress(OSError, ValueError):
             if self._made:
                 with suppress(FileNotFoundError):
@@ -85,7 +87,7 @@ class RunLock:
                 self.run_dir.rmdir()
 
     def _wait(self) -> None:
-        """Take the lock when its holder lets go of it."""
+        """Take the lock as soon as its holder releases it. Raises ConfigError when the patience ends."""
         until, reported = time.monotonic() + self.patience_s, False
         while not self._taken():
             holder = self._holder or "another process"
@@ -99,13 +101,13 @@ class RunLock:
             time.sleep(LOOK_S)
 
     def _taken(self) -> bool:
-        """Whether the lock could be taken now."""
+        """Try to take the lock once, and return True on success. The file then stays open in `self._file`."""
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         taken = False
         try:
             locked = _lock(self._file)
             self._holder = _read(self._file)
-            if locked is False or not _is_at(self.path, self._file):  # the latter: it was just let go of
+            if locked is False or not _is_at(self.path, self._file):  # the latter: its holder has just removed the file
                 return False
             by_heartbeat = locked is None or self.here not in self._holder
             if self._holder and by_heartbeat and self._beats():
@@ -126,7 +128,10 @@ class RunLock:
             raise
 
     def _settled(self) -> bool:
-        """Whether this process wrote last, of those that take a file over that can't be locked."""
+        """Return True if this process was the last to write its record, where the file system has no locks.
+
+        Several processes may replace a dead holder at once; after SETTLE_S all see the same winner.
+        """
         time.sleep(SETTLE_S)
         self._holder = _holder_at(self.path)
         if self._holder != self.own:
@@ -136,14 +141,17 @@ class RunLock:
         return True
 
     def _beats(self) -> bool:
-        """Whether the holder has renewed its time stamp in the last STALE_S, or was not watched for as long."""
+        """Return True unless this process has watched the holder for STALE_S without a change of its time stamp."""
         beat, now = (self._holder, os.fstat(self._file).st_mtime_ns), time.monotonic()
         if beat != self._beat_of:
             self._beat_of, self._changed = beat, now
         return now < self._changed + STALE_S
 
     def _renew(self) -> None:
-        """The heartbeat. A process that was thought dead, and whose folder another has taken, ends at once."""
+        """Renew the heartbeat until the lock is released.
+
+        If another process has taken the lock, because it believed this one dead, this process ends at once.
+        """
         while not self._released.wait(BEAT_S):
             with suppress(OSError):
                 holder = _holder_at(self.path)
@@ -154,7 +162,7 @@ class RunLock:
 
 
 def _lock(file: int) -> bool | None:
-    """Lock an open file; False where another has, None where the file system has no locks."""
+    """Lock an open file. Returns False if another process holds the lock, None if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -167,19 +175,22 @@ def _lock(file: int) -> bool | None:
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """Whether an open file is still the one at its path."""
+    """Return True if an open file is still the file at this path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(file))
     return False
 
 
 def _read(file: int) -> str:
-    """Who wrote an open file; nothing where nobody has."""
+    """Read the record in an open file: the holder's name, or an empty string."""
     return os.pread(file, SIZE, 0).decode(errors="replace").strip()
 
 
 def _holder_at(path: Path) -> str:
-    """Who holds a lock; the file is opened again, or a network file system may show what it was."""
+    """Read the holder's name from the file at a path.
+
+    The file is opened again each time, since a network file system may show old content through an open file.
+    """
     file = os.open(path, os.O_RDONLY)
     try:
         return _read(file)

@@ -1,8 +1,8 @@
-"""The log of a run, by the standard module: the logger "hybridtron", to the console and to logs/log-RANK.txt.
+"""Logging of a run: the logger "hybridtron" writes to the console and to logs/log-RANK.txt.
 
-The console shows messages alone, warnings and errors on stderr; the file has time, rank, level and module before each.
-Nothing is installed at import: `train.run` opens a log and closes it, so that a program that imports this package keeps
-its own handlers, and may train several times.
+The console shows bare messages, with warnings and errors on stderr. The file adds time, rank, level and module to each.
+No handler is installed at import. `train.run` adds handlers and removes them at its end, so that a program that imports
+this package keeps its own, and may train several times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME = "hybridtron"
 
 
 class ConsoleHandler(logging.Handler):
-    """The streams are looked up at each message: a progress bar may have replaced them."""
+    """Handler that looks up stdout and stderr at each message, since a progress bar may have replaced them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
@@ -28,7 +28,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class RunLog:
-    """A context in which what this rank logs is shown, and written to a file from `write_to` on."""
+    """Context manager that shows this rank's log on the console, and after `write_to` also writes it to a file."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.logger = rank, logging.getLogger(NAME)
@@ -41,7 +41,7 @@ class RunLog:
         return self
 
     def write_to(self, run_dir: Path) -> None:
-        """From here on also into the run's folder, which is this run's by now."""
+        """Also write messages to the run's folder from now on. The run must hold the folder's lock."""
         file = logging.FileHandler(run_dir / "logs" / f"log-{self.rank}.txt", delay=True)
         file.setFormatter(logging.Formatter(f"%(asctime)s rank {self.rank} %(levelname)s %(name)s: %(message)s"))
         self._add(file)

@@ -1,4 +1,8 @@
-"""Learning rate and weight decay as pure functions of the phases and of the tokens that the one under way has seen."""
+"""Learning rate and weight decay, as pure functions of the phases and the tokens read.
+
+A course is one rise and fall of the learning rate. It covers a phase and the phases after it with `lr_piece: carry_on`.
+The shapes of its fall are in `config/lr_shapes.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,10 @@ from hybridtron.config.units import parse_share, parse_tokens
 
 
 def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> float:
-    """The rate for the step that brings a phase to `tokens`, as its piece says."""
+    """Return the learning rate of a step, after which phase `index` has read `tokens` tokens.
+
+    With `lr_piece: decay` the rate falls from the last phase's final rate to `lr_to`. Other phases follow their course.
+    """
     settings = phases[index].settings
     if settings.lr_piece is LrPiece.decay:
         assert settings.lr_to is not None
@@ -26,9 +33,10 @@ def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> f
 
 
 def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> float:
-    """The weight decay for a step at this learning rate: that of the phase, or its share that the rate is of its peak.
+    """Return the weight decay of a step with this learning rate.
 
-    A phase without a peak of its own goes by that of the course that it carries on or ends.
+    It is the phase's constant, or that constant times lr / peak. A phase without a peak of its own uses the last peak
+    before it.
     """
     optim = phases[index].optim
     if optim.weight_decay_schedule is DecaySchedule.constant:
@@ -39,7 +47,10 @@ def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> floa
 
 
 def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
-    """Nothing, linear warm-up, then the phase's shape to final_lr, over a phase and those that continue it."""
+    """Return the learning rate at `tokens` of the course that phase `leader` begins.
+
+    The rate is 0 during the hold, rises linearly during the warm-up, then falls to final_lr by the phase's shape.
+    """
     phase, optim = phases[leader].settings, phases[leader].optim
     peak = phase.lr
     assert peak is not None
@@ -61,5 +72,5 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
 
 
 def _end_of(phases: Sequence[ResolvedPhase], index: int) -> float:
-    """The rate at which a phase ends."""
+    """Return the final learning rate of a phase."""
     return learning_rate(phases, index, parse_tokens(phases[index].settings.tokens))

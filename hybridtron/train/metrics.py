@@ -1,4 +1,4 @@
-"""What a run reports of each step, and of what it decides by itself."""
+"""Records of a run: the metrics of each step, and decisions such as to refuse a step or to roll back."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from typing import Any
 class StepMetrics:
     """One line of metrics.jsonl. Durations are in seconds.
 
-    After an evaluation `validation` holds losses by length, and where there are several sources `validation_by_source`
-    those at the first of the lengths; after one of `run.evaluate`, `evaluation` holds its metrics by task, length and
-    name. `memory_gib` is the most memory that the first process has held so far: of the device where it counts, else of
-    the host. A line also gets the `time` at which it was written, in UTC. A number that is not finite is null, and so
-    is the loss of a step in which nothing is learned. `learned`, where sources have masks, are the tokens that count in
-    the loss. `skipped` counts the steps that were refused since the run was started or resumed, also those of which no
-    line is left since the run rolled back to a checkpoint before them; `restarted_lanes`, where states are carried, the
-    lanes of the phase whose state was not finite and that restarted from zero. `auxiliary`, where mixers add losses of
-    their own, has each of these by its name, as it is added: a sum over layers. `loss` is without them. `imbalance`,
-    where ranks share rows (`parallel.context`), is the forward FLOPs of the share that has most to compute, over the
-    mean of all shares: of the rows that the first process has a part of, over all micro-batches of the step.
+    step, tokens: the step's number in the run, and the tokens that the run has read after it
+    loss: mean cross entropy per learned token, without auxiliary losses; nan if the step has no learned token
+    step_time, data_wait: duration of the step, and the part of it spent waiting for data
+    memory_gib: peak memory of the first process so far, on the device if it counts memory, else on the host
+    skipped: steps refused since this start of the run, including those before a rollback, whose lines are gone
+    learned: tokens that count in the loss; only if a source has loss masks
+    imbalance: with `parallel.context`, the forward FLOPs of the sequence shard with the most, over the mean of all
+        shards; counted over the step's micro-batches that the first process reads a shard of
+    auxiliary: losses that mixers add, by name, summed over layers
+    restarted_lanes: lanes of the phase whose state was not finite and restarted from zero; only if states are carried
+    validation: after an evaluation, held-out losses by length
+    validation_by_source: if there are several sources, the losses at the first of these lengths
+    evaluation: after `run.evaluate`, its metrics by task, length and name
+    layers: with `run.layer_norms`, norms of parameters and gradients by layer
+
+    The sink adds the `time` of writing in UTC, and writes null for a number that is not finite.
     """
 
     step: int
@@ -47,11 +52,11 @@ class StepMetrics:
     layers: Mapping[str, float] | None = None
 
     def line(self) -> dict[str, Any]:
-        """Every value that there is; those that every step has are there even if null."""
+        """Return the values by name. Optional ones are left out if None; the others are always present."""
         return {key: value for key, value in asdict(self).items() if key in REQUIRED or value is not None}
 
     def numbers(self) -> dict[str, float]:
-        """Every number by names such as `validation/1x`."""
+        """Return all numbers by flat names such as `validation/1x`."""
         return flat(self.line())
 
 
@@ -62,11 +67,15 @@ REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPT
 
 @dataclass(frozen=True)
 class Decision:
-    """One line of logs/decisions.jsonl: what the run did by itself after a step, and why.
+    """One line of logs/decisions.jsonl: a decision that the run made after a step, and the reason.
 
-    Of a step `refused`: its loss and gradient norm (null where not finite), the greatest norm that would have been
-    accepted (null while there is none), and how many are refused in a row. Of a step after which the run has `rolled
-    back`: the step of the checkpoint, how often it returned to it, and all ranges of data skipped by now.
+    what: `refused` for a step that did not change the weights, or `rolled back`
+    loss, norm: the refused step's loss and gradient norm, null if not finite
+    limit: the largest norm that would have been accepted, null if there is no limit
+    in_a_row: the number of consecutive refused steps
+    to: the step of the checkpoint that the run rolled back to
+    times: how often it has rolled back to this checkpoint
+    windows: all ranges of skipped data so far, as (phase, first, end)
     """
 
     step: int
@@ -81,10 +90,12 @@ class Decision:
     windows: Sequence[Sequence[int]] | None = None
 
     def line(self) -> dict[str, Any]:
+        """Return the values by name, without those that are None; norm and limit are always present."""
         return {key: value for key, value in asdict(self).items() if key in ("norm", "limit") or value is not None}
 
 
 def flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Flatten nested mappings to numbers by names joined with `/`; other values are dropped."""
     numbers: dict[str, float] = {}
     for key, value in line.items():
         if isinstance(value, Mapping):

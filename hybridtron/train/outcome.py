@@ -1,10 +1,16 @@
 """outcome.json: how a run ended, and how far it had come.
 
-It is what requeue logic reads, since launchers don't pass on exit codes. It says `outcome` (finished, preempted or
-failed), the last `step` and its `loss`, the last `validation` losses, the newest `checkpoint`, how many `seconds` this
-start took and when it `ended`; if it did not finish, the `reason`, and of a failure the `rank` that failed first. What
-is not known is left out. A finished run whose exports failed lists them under `failed_exports`, by the names of their
-phases. A run that was killed before it could write has none.
+Requeue logic reads this file, since launchers don't pass on exit codes. Its keys, each left out if unknown:
+
+    outcome                   finished, preempted or failed
+    step, loss, validation    the last step, its loss, and the last held-out losses
+    checkpoint                the newest checkpoint
+    seconds, ended            duration of this start, and the time of its end in UTC
+    reason                    why the run did not finish
+    rank                      the rank that failed first
+    failed_exports            reasons by phase, if a finished run could not export them
+
+A run that was killed before it could write leaves no such file.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ FILE = "outcome.json"
 
 @dataclass
 class Progress:
-    """How far a run has come; times are in seconds on the monotonic clock."""
+    """Progress of a run. `began` is the time of this start, in seconds on the monotonic clock."""
 
     step: int | None = None
     loss: float | None = None
@@ -35,7 +41,7 @@ class Progress:
 
 
 def record_exports(run_dir: Path, failed: Mapping[str, str]) -> None:
-    """Update the outcome of a run that had finished before, whose exports were tried again."""
+    """Update outcome.json of a finished run after a retry of its exports; `failed` holds the reasons by phase."""
     path = run_dir / FILE
     found = read_record(path) or {"outcome": "finished"}
     if failed or "failed_exports" in found:
@@ -44,12 +50,12 @@ def record_exports(run_dir: Path, failed: Mapping[str, str]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """With null for a number that JSON can't hold."""
+    """Replace floats that are not finite by None, since JSON can't represent them; mappings are searched too."""
     if isinstance(value, Mapping):
         return {name: finite(one) for name, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def clock(seconds: float) -> str:
-    """`1:02:03`, or with days before it."""
+    """Format a duration as `1:02:03`, with days in front if there are any."""
     return str(timedelta(seconds=round(seconds)))

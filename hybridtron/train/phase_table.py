@@ -1,6 +1,7 @@
-"""The phases of a run as a person plans them: steps, tokens, rates, what changes, what is read, what it costs.
+"""Tables for planning a run: its phases with steps, tokens, learning rates, costs, sources and changed settings.
 
-From the configuration alone, and from the folders of tokens that are on this machine; nothing is built or read.
+`run.plan=true` prints them. They are computed from the configuration, and from the manifests of token folders on this
+machine. No model is built and no tokens are read.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from hybridtron.planning.count import count
 from hybridtron.storage.remote import is_url
 from hybridtron.train.lr import learning_rate
 
-MFU = 0.4  # that hours of devices are estimated with; large hybrids reach 0.33 to 0.47 on H100s
+MFU = 0.4  # assumed for the estimate of GPU-hours; large hybrids reach 0.33 to 0.47 on H100s
 
 
 def print_timetable(config: Config) -> None:
-    """All tables, one below the other."""
+    """Print a run's costs, the tables of phases and sources, and the changes in each phase."""
     console = wide_console()
     for line in (f"{config.run.name}: {last_step(config):,} steps", *cost(config)):
         console.print(line, highlight=False)
@@ -40,7 +41,7 @@ def print_timetable(config: Config) -> None:
 
 
 def print_changes(config: Config, console: Console) -> None:
-    """What each phase begins with, and what it changes."""
+    """Print each phase's starting point and the settings that it changes."""
     for phase in resolve(config):
         changes = list(changes_of(phase))
         console.print(f"\n{phase.settings.name}" + ("" if changes else ": as the phase before"))
@@ -49,12 +50,12 @@ def print_changes(config: Config, console: Console) -> None:
 
 
 def flops(phase: ResolvedPhase) -> float:
-    """Of a phase, forward and backward."""
+    """Return the FLOPs of a phase, forward and backward."""
     return count(phase.model, phase.settings.seq_len).flops_per_token * phase.tokens
 
 
 def cost(config: Config) -> Iterator[str]:
-    """Hours of devices, where the peak of one is known."""
+    """Yield lines with the FLOPs of a run and, if the peak FLOP/s of a device is known, estimated GPU-hours."""
     peak = config.cluster.peak_tflops
     total = sum(flops(phase) for phase in resolve(config))
     yield f"{total:.3g} FLOPs over all phases"
@@ -64,7 +65,7 @@ def cost(config: Config) -> Iterator[str]:
 
 
 def phase_table(config: Config) -> Table:
-    """One row a phase."""
+    """Build a table with one row for each phase."""
     peak = config.cluster.peak_tflops
     hours = () if peak is None else ("GPU-hours",)
     table = table_of(
@@ -92,13 +93,13 @@ def phase_table(config: Config) -> Table:
 
 
 def _rate(rate: float) -> str:
-    """`4e-4`, whatever its size, so that the rates of a row can be compared."""
+    """Format a rate in scientific notation, such as `4e-4`, so that the rates of a row can be compared."""
     mantissa, _, exponent = f"{rate:.2e}".partition("e")
     return f"{float(mantissa):g}e{int(exponent)}" if rate else "0"
 
 
 def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[float]:
-    """The learning rate at the first step, its peak where that is higher, and at the last."""
+    """Return a phase's learning rate at its first step and at its last; its peak comes between if it is higher."""
     after = [phase.phase_tokens_at(phase.start_step + 1), phase.tokens]
     first, last = (learning_rate(phases, phase.index, tokens) for tokens in after)
     peak = phase.settings.lr or 0.0
@@ -106,7 +107,10 @@ def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[floa
 
 
 def source_table(config: Config) -> Table:
-    """What each phase reads of each source; epochs and what is learned where its folder is on this machine."""
+    """Build a table with one row for each source of each phase.
+
+    Epochs and the share of learned tokens are known only for folders on this machine.
+    """
     table = table_of("phase", "source", "share", "tokens", "epochs", "learned", "folder", numbers_from=2)
     table.columns[-1].justify = "left"
     for phase in resolve(config):
@@ -117,7 +121,10 @@ def source_table(config: Config) -> Table:
 
 
 def sources_of(phase: ResolvedPhase) -> list[Epochs]:
-    """What a phase reads of each source."""
+    """Return how much a phase reads of each source.
+
+    If a folder is a URL or can't be opened, epochs are None and only the configuration's names and shares are given.
+    """
     data = phase.data
     paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
     try:
@@ -133,7 +140,7 @@ def sources_of(phase: ResolvedPhase) -> list[Epochs]:
 
 
 def changes_of(phase: ResolvedPhase) -> Iterator[str]:
-    """In words, what a phase begins with and what is other than in the phase before."""
+    """Yield lines on a phase's starting point and the settings in which it differs from the phase before."""
     settings, run = phase.settings, phase.config.run
     if phase.before is None and run.weights is None and run.tunes is not None:
         yield f"starts from run.weights, which is not set: {run.tunes}"
@@ -155,7 +162,7 @@ def changes_of(phase: ResolvedPhase) -> Iterator[str]:
 
 
 def _settings(phase: ResolvedPhase) -> dict[str, Any]:
-    """All that a phase may set, by its keys."""
+    """Return all settings that a phase may change, by key."""
     sections = {"optim": phase.optim, "precision": phase.precision, "states": phase.states}
     found = {f"{name}.{key}": value for name, one in sections.items() for key, value in dataclasses.asdict(one).items()}
     layers = {f"layers.{letter}": options for letter, options in phase.model.layers.items()}
@@ -180,7 +187,7 @@ def _shown(value: Any) -> str:
 
 
 def table_of(*headers: str, numbers_from: int = 1) -> Table:
-    """An empty table, whose columns from this one on hold numbers."""
+    """Build an empty table. Columns from `numbers_from` on are right-aligned, for numbers."""
     table = Table()
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index >= numbers_from else "left")
@@ -188,6 +195,6 @@ def table_of(*headers: str, numbers_from: int = 1) -> Table:
 
 
 def wide_console() -> Console:
-    """The terminal; where there is none, plain text of 160 columns."""
+    """Return a console on the terminal, or one for plain text of 160 columns if there is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=160, no_color=True)

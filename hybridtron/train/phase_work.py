@@ -1,4 +1,4 @@
-"""What the steps of a phase compute, by the count of its model, which is made once."""
+"""Throughput of a phase's steps, from a count of its model's FLOPs that is made once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridtron.planning.share_balance import imbalance, token_costs
 
 
 class PhaseWork:
-    """FLOPs of a phase with rows of `seq_len`, over all processes."""
+    """FLOPs of a phase that reads rows of `seq_len` tokens on `processes` devices."""
 
     def __init__(self, config: Config, seq_len: int, processes: int) -> None:
         self.flops_per_token = count(config.model, seq_len).flops_per_token
@@ -19,12 +19,15 @@ class PhaseWork:
         self.costs = token_costs(config.model, seq_len) if config.parallel.context > 1 else None
 
     def rates(self, tokens_per_second: float) -> tuple[float, float | None]:
-        """TFLOP/s of a device, and MFU where the peak is known."""
+        """Return TFLOP/s per device and MFU. MFU is None if the device's peak is unknown."""
         tflops = tokens_per_second * self.flops_per_token / 1e12 / self.processes
         return tflops, None if self.peak is None else tflops / self.peak
 
     def imbalance(self, batches: Sequence[Batch]) -> float | None:
-        """How unevenly a step's rows let the ranks compute that share them; None where rows are whole."""
+        """Return the load imbalance of context parallelism in a step: the maximum FLOPs of a shard over the mean.
+
+        None without context parallelism.
+        """
         if self.costs is None:
             return None
         shares = [batch.seq.share for batch in batches]

@@ -1,20 +1,20 @@
 """Stopping on demand: all ranks save a checkpoint after the same step and exit with code 75.
 
-Asked for by SIGTERM, SIGINT or SIGUSR1 on any rank, by the end of the time that the run may take (`run.max_minutes`, or
-SLURM_JOB_END_TIME), or by the death of the torchrun that started this process. A signal only sets a flag, whenever it
-comes: during start-up, a step, an evaluation or a checkpoint. The ranks ask each other after every step, so that a
-signal at one of them stops all. Further signals change nothing. The death of torchrun leaves `launcher.GRACE_S` for all
-this, and a process that has made no step ends at once: the next start may wait for the folder already.
+Three events stop a run: SIGTERM, SIGINT or SIGUSR1 at any rank; the end of the allowed time (`run.max_minutes` or
+SLURM_JOB_END_TIME); and the death of the torchrun that started this process. A signal handler only sets a flag, whether
+during start-up, a step, an evaluation or a checkpoint. After every step the ranks all-reduce these flags, so that a
+signal at one rank stops all. Further signals change nothing. When torchrun has died, `launcher.GRACE_S` remain to save,
+and a process that has not done a step ends at once, since another start may already wait for the folder.
 
-Time is kept back for the end: the longest checkpoint so far, and twice the longest time from one step's end to the
-next; under SLURM, which kills what is late, at least a minute. A large model that is stopped before its first periodic
-checkpoint may need more: then ask early, by `#SBATCH --signal=B:USR1@600`.
+A run stops early enough to save: it reserves the time of its longest checkpoint so far, plus twice the longest time
+between the ends of two steps. Under SLURM, which kills late processes, the reserve is at least a minute. A large model
+that is stopped before its first periodic checkpoint may need more: then ask early, by `#SBATCH --signal=B:USR1@600`.
 
-A signal has to reach a rank. torchrun hands SIGTERM and SIGINT on, and kills what has not ended 30 s later
-(`--shutdown-timeout`); SIGUSR1 kills torchrun itself, unless it runs with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
-For torchrun code 75 is a failure like any other: `--max-restarts` would start the run again.
-srun hands SIGUSR1 on to every rank; at SIGTERM it kills them (SLURM 22.05). So the job script of `slurm/job.py`, which
-alone is signalled, hands every signal on as SIGUSR1.
+The signal has to reach a rank. torchrun forwards SIGTERM and SIGINT, and kills processes that have not ended 30 s later
+(`--shutdown-timeout`). SIGUSR1 kills torchrun itself, unless it runs with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
+Exit code 75 is a failure to torchrun: with `--max-restarts` it would start the run again.
+srun forwards SIGUSR1 to every rank, but kills the ranks at SIGTERM (SLURM 22.05). So the job script, which SLURM alone
+signals, forwards every signal as SIGUSR1 (`cluster/forwarding.sh`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLURM_RESERVE_S = 60.0
 
 
 class StopRequests:
-    """Listens for reasons to stop from its start as a context on; installed before the slow imports."""
+    """Context manager that collects requests to stop. Enter it before the slow imports, so that no signal is lost."""
 
     def __init__(self, run: RunConfig, is_main: bool, environment: Mapping[str, str] = os.environ) -> None:
         self.is_main = is_main
@@ -63,9 +63,9 @@ class StopRequests:
             os.write(2, f"{name}: {again}\n".encode())
 
     def agreed(self, greatest: Callable[[list[float]], list[float]]) -> str | None:
-        """Why all ranks stop after this step, or None; asked at the end of each step.
+        """Return why all ranks stop after this step, or None. All ranks call it at the end of each step.
 
-        `greatest` gives the greatest of each number over all ranks.
+        `greatest` is an all-reduce: it returns each number's maximum over all ranks.
         """
         now = time.monotonic()
         if self.last_border is not None:
@@ -79,18 +79,18 @@ class StopRequests:
 
     @staticmethod
     def ignore() -> None:
-        """Hear nothing more: for a process that has done what it was asked for, so that its exit code stands."""
+        """Ignore signals from now on, so that a late one can't change the exit code of a finished process."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     @property
     def reserve(self) -> float:
-        """Seconds before the end at which the run must stop."""
+        """Seconds to keep in reserve before the deadline, for the last step and its checkpoint."""
         return max(self.least_reserve, self.longest_save + 2 * self.longest_step)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Learn how long a checkpoint takes; its time is not the next step's."""
+        """Time the block, which writes a checkpoint. Its time does not count as part of the next step."""
         began = time.monotonic()
         yield
         took = time.monotonic() - began
@@ -100,7 +100,7 @@ class StopRequests:
 
 
 def _deadline(max_minutes: float | None, environment: Mapping[str, str]) -> float:
-    """When the time is up, on the monotonic clock; never, if nothing sets it."""
+    """Return the deadline in seconds on the monotonic clock, infinity if nothing sets one."""
     limits = [float("inf")]
     if max_minutes is not None:
         limits.append(60 * max_minutes)

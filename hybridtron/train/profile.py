@@ -1,6 +1,7 @@
-"""Traces of chosen steps: a Chrome trace of each, what used memory, and on CUDA a snapshot of the allocator.
+"""Profiles of the steps in `run.profile`, and the process's peak memory.
 
-And the most memory of all steps so far.
+A profiled step writes a Chrome trace, a table of the operations that allocated most memory, and on CUDA a snapshot of
+the allocator.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hybridtron.device import compute_device, dump_memory_snapshot, peak_memory_
 
 @contextmanager
 def profiled(step: int, chosen: Sequence[int], logs: Path, rank: int) -> Iterator[None]:
-    """Trace the block if its step is a chosen one."""
+    """Profile the block if `step` is among the chosen ones, and write the files to `logs`."""
     if step not in chosen:
         yield
         return
@@ -37,7 +38,7 @@ def profiled(step: int, chosen: Sequence[int], logs: Path, rank: int) -> Iterato
 
 
 def most_memory_gib() -> float:
-    """Most memory that this process has held so far, in GiB: on the device, or where that counts none on the host."""
+    """Return this process's peak memory so far in GiB: on the device if it counts memory, else on the host."""
     on_device = peak_memory_gib()
     unit = 2**20 if sys.platform == "linux" else 2**30  # Linux counts KiB, macOS bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit if on_device is None else on_device

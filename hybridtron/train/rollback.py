@@ -1,9 +1,9 @@
-"""Rolling back: to which checkpoint, how often, and which data is skipped afterwards.
+"""Rules for rolling back a run: when, to which checkpoint, and how often.
 
-A run rolls back after too many refused steps in a row, and where a checkpoint would hold a weight or moment that is not
-finite. The weights may have gone wrong before that was seen, so it returns to its newest whole checkpoint, but never to
-one that was written while steps were being refused, and then skips the data that it failed on. A run that has returned
-to the same checkpoint too many times ends.
+A run rolls back after too many refused steps in a row, and when a weight or moment is not finite as a checkpoint is
+written. It returns to its newest valid checkpoint, except those that were written while steps were being refused: their
+weights may be damaged already. Then it skips the data on which it failed. After MOST_TIMES rollbacks to the same
+checkpoint the run ends with an error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hybridtron.train.metrics import Decision
 from hybridtron.train.skipped_data import SkippedData
 from hybridtron.train.start import candidates
 
-MOST_TIMES = 3  # to the same checkpoint
+MOST_TIMES = 3  # rollbacks to the same checkpoint
 
 
 class Diverged(RuntimeError):
-    """Steps are refused, and rolling back does not help, or there is no checkpoint for it."""
+    """Raised when rolling back has not helped, or when there is no checkpoint to roll back to."""
 
 
 class RollbackRequested(Exception):
-    """Training has failed, as was seen after this step: in words, with what a person might do."""
+    """Raised to ask for a rollback after `step`: `what` describes the failure, `advice` what a user might change."""
 
     def __init__(self, step: int, what: str, advice: str) -> None:
         super().__init__(what)
@@ -36,14 +36,17 @@ class RollbackRequested(Exception):
 
 
 class Rollback:
-    """The checkpoints that a run may roll back to: those it wrote itself, and those that it could start from."""
+    """The checkpoints that a run may roll back to: those it has written, and those it could have started from."""
 
     def __init__(self, config: Config, run_dir: Path, start: Checkpoint | None) -> None:
         self.config, self.run_dir, self.start = config, run_dir, start
         self._times: Counter[int] = Counter()
 
     def checkpoints(self, request: RollbackRequested, written: set[int]) -> list[Checkpoint]:
-        """The newest first; a folder may hold others, of a run before this one. Raises Diverged if there is none."""
+        """Return the usable checkpoints before the failed step, newest first. Raises Diverged if there is none.
+
+        `written` are the steps whose checkpoints this start has written. The folder may hold those of other starts too.
+        """
         own = [one for one in checkpoints.valid_checkpoints(self.run_dir) if one.meta.step in written]
         before = [] if self.start is None else list(candidates(self.start, self.config))
         found = {one.folder: one for one in [*own, *before] if one.meta.step < request.step and not one.meta.refused}
@@ -52,7 +55,7 @@ class Rollback:
         return sorted(found.values(), key=lambda one: one.meta.step, reverse=True)
 
     def count(self, request: RollbackRequested, to: int) -> int:
-        """How often the run has now returned to this step. Raises Diverged if that is too often."""
+        """Count a rollback to step `to` and return the count so far. Raises Diverged beyond MOST_TIMES."""
         self._times[to] += 1
         if self._times[to] > MOST_TIMES:
             times = f"and the run has returned to its checkpoint of step {to} {MOST_TIMES} times already"
@@ -61,10 +64,10 @@ class Rollback:
 
 
 def check_refused(step: int, is_last: bool, guard: Guard, optim: OptimConfig) -> None:
-    """Request a rollback after too many steps in a row, up to this one, that were refused.
+    """Raise RollbackRequested if too many consecutive steps, up to this one, were refused: `optim.skips`.
 
-    At the end of a run two are too many, as nothing follows that could show whether it recovers, and one is where
-    no step of the phase was accepted.
+    At the last step of a run two are too many, since no later step can show a recovery. One is too many if the phase
+    has no accepted step.
     """
     refused = guard.refused
     at_end = is_last and refused > 0 and (refused > 1 or not guard.norms)
@@ -74,7 +77,7 @@ def check_refused(step: int, is_last: bool, guard: Guard, optim: OptimConfig) ->
 
 
 def not_saved(step: int, fault: NotFinite) -> RollbackRequested:
-    """The checkpoint of this step would have held what is no number."""
+    """Build the rollback request for a checkpoint that was not written, since a value in it is not finite."""
     advice = "look for a learning rate that is too high, or a broken device"
     return RollbackRequested(step, f"no checkpoint of step {step} was written, as {fault}", advice)
 
@@ -87,13 +90,13 @@ def _advice(optim: OptimConfig) -> str:
 
 
 def refusal_event(step: int, guard: Guard, loss: float, norm: float) -> Decision:
-    """A step was refused."""
+    """Build the decision record of a refused step."""
     assert guard.why is not None
     return Decision(step, "refused", guard.why, loss, norm, guard.limit, guard.refused)
 
 
 def rollback_event(request: RollbackRequested, to: int, times: int, skipped: SkippedData) -> Decision:
-    """The run has rolled back."""
+    """Build the decision record of a rollback to step `to`, the `times`-th to this step."""
     named = ", ".join(f"steps {one.first} to {one.end - 1} of phases.{one.phase}" for one in skipped.all)
     why = f"{request.what}; on from step {to}, skipping the data of {named}, counted from 0"
     return Decision(request.step, "rolled back", why, to=to, times=times, windows=skipped.all)

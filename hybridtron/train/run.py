@@ -1,4 +1,4 @@
-"""A run from its start to its end: what it continues from, who takes part, and how it ends."""
+"""A run from start to end: it joins the ranks, finds the checkpoint to start from, trains, and records its outcome."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from hybridtron.train.trainer import Trainer
 from hybridtron.train.watchdog import Watchdog
 
 LOG = logging.getLogger(__name__)
-START_S = 300.0  # that ranks may take to find each other, however short run.timeout is
+START_S = 300.0  # minimum time limit for ranks to join, however short run.timeout is
 
 
 def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluation: Evaluation | None = None) -> None:
-    """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one.
+    """Train a configuration to its end, from the newest checkpoint in its run folder if there is one.
 
-    The first process holds the folder's lock. No other looks into the folder, or writes there, before all have joined:
-    until then the folder may be another run's.
+    All ranks call this; on the first one the caller must hold the folder's lock. Other ranks neither read nor write the
+    folder until all have joined, since another run may use it until then. A finished run only retries failed exports.
     """
     check_fp8(config)
     failures = Failures(Path(config.run.dir), launched().rank)
@@ -75,20 +75,23 @@ def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluat
 
 
 def join_ranks(config: Config, failures: Failures) -> Groups:
-    """Join the other processes. If that fails, the first one alone says so in the run's folder."""
+    """Start the process groups with all ranks. Only the first rank records a failure of this in the run's folder."""
     with ExitStack() as watched:
         if failures.rank == 0:
             watchdog = watched.enter_context(Watchdog(failures, config.run.timeout))
             watchdog.beat("all ranks joining", START_S)
             watched.enter_context(unfinished(failures))
-        # the watchdog comes first and reports more; an operation's own time-out is there for a stuck interpreter
+        # the watchdog acts first and reports more; the time-out of collectives covers a stuck interpreter
         groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
         failures.places = host_pids()
     return groups
 
 
 def open_folder(start: Checkpoint | None, given: Checkpoint | None, config: Config, changed: Iterable[str]) -> None:
-    """Prepare the run's folder for this start; `changed` is what is not as where the weights come from."""
+    """Log where weights come from and prepare the run's folder for this start.
+
+    `changed` describes how the model differs from the checkpoint `given` that its weights come from.
+    """
     if given is not None:
         loss = "" if given.meta.validation is None else f", held-out loss {given.meta.validation:.4f}"
         LOG.info("weights of %s%s", given.folder, loss)

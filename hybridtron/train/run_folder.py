@@ -1,4 +1,4 @@
-"""What a run leaves in its folder besides checkpoints: the resolved configuration and how the run ended.
+"""A run's folder: its creation with the resolved configuration, and the outcome of a run that does not finish.
 
 Nothing here needs torch.
 """
@@ -15,11 +15,11 @@ from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.failures import Failures
 from hybridtron.train.outcome import FILE
 
-EXIT_PREEMPTED = 75  # train.py's exit code after a checkpoint on demand: EX_TEMPFAIL, try again
+EXIT_PREEMPTED = 75  # exit code of a preempted run: EX_TEMPFAIL of sysexits.h, try again
 
 
 class Preempted(Exception):
-    """The run was asked to stop and did so on all ranks after the same step, of which there is a checkpoint."""
+    """Raised on all ranks after the same step when a run was asked to stop and has written its checkpoint."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"preempted at step {step} ({reason}); its checkpoint is written, the same command continues")
@@ -27,7 +27,7 @@ class Preempted(Exception):
 
 
 class ExportsFailed(Exception):
-    """All is trained, but work after some phases failed, such as their exports."""
+    """Raised when training is complete but exports, or other work after a phase, failed; `failed` has the reasons."""
 
     def __init__(self, failed: Mapping[str, str]) -> None:
         why = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
@@ -36,7 +36,7 @@ class ExportsFailed(Exception):
 
 
 def open_run_folder(config: Config) -> Path:
-    """Make the run's folder, write the configuration that it runs with, and forget how it ended before."""
+    """Create the run's folder, write config.yaml and delete an earlier outcome.json. Raises ConfigError."""
     run_dir = Path(config.run.dir)
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,10 @@ def open_run_folder(config: Config) -> Path:
 
 @contextmanager
 def unfinished(failures: Failures) -> Iterator[None]:
-    """Write outcome.json if the block does not come to its end: of a failed run, the first process that failed does."""
+    """Write outcome.json if the block raises. The exception is raised again.
+
+    The first rank records a preemption; of several ranks that fail, the first to fail records it.
+    """
     try:
         yield
     except Preempted as end:
@@ -60,7 +63,7 @@ def unfinished(failures: Failures) -> Iterator[None]:
     except ExportsFailed as end:
         failures.record("finished", failed_exports=end.failed)
         raise
-    except ConfigError as error:  # all ranks find the same, and each reports it
+    except ConfigError as error:  # every rank raises the same one, so none waits for another to report
         failures.report(f"ConfigError: {error}", waiting=False)
         raise
     except BaseException as error:

@@ -1,11 +1,11 @@
-"""Where the metrics of each step are written: the sinks of a run, found by name in `SINKS`.
+"""Sinks: the destinations of a run's metrics, by name in `SINKS`.
 
-A sink is made where a run starts, resumes or rolls back; some steps may then be taken again. metrics.jsonl is cut back
-to the resumed step. TensorBoard drops what was written of later steps (`purge_step`). wandb keeps its history; there
-the steps are an axis of their own, so that they may decrease, and the run that is resumed is the same one there, as
-its id is kept in the run's folder.
+Sinks are created when a run starts, resumes or rolls back. Steps after the resumed one are then repeated, and each sink
+handles its old records of them. metrics.jsonl is truncated after the resumed step. TensorBoard purges later steps
+(`purge_step`). wandb keeps its history: the step is a metric of its own there, which may decrease, and a resumed run
+continues the same wandb run, whose id is kept in the run's folder.
 
-Another sink: a class with these two methods, and one line in `SINKS` (docs/extending.md).
+To add a sink, write a class with the methods of `Sink`, and a line in `SINKS` (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ LOG = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes the metrics of every step, on the first process."""
+    """A destination of metrics. It exists on the first process only."""
 
-    def write(self, metrics: StepMetrics) -> None: ...
+    def write(self, metrics: StepMetrics) -> None:
+        """Write the metrics of one step; called after every step."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush and close. A sink is not used after this."""
+        ...
 
 
 @dataclass(frozen=True)
 class SinkStart:
-    """What a sink is made from: the run, and how far it is when it starts; steps after `resumed_step` follow."""
+    """Inputs of a new sink. The first step that it will receive is `resumed_step` + 1."""
 
     config: Config
     run_dir: Path
@@ -49,7 +53,7 @@ class SinkStart:
 
 
 class JsonLines:
-    """metrics.jsonl: one line a step."""
+    """Sink to metrics.jsonl, one line for each step."""
 
     def __init__(self, start: SinkStart) -> None:
         path = start.run_dir / "metrics.jsonl"
@@ -66,7 +70,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files in logs/; those of steps that are taken again are marked as purged."""
+    """Sink to TensorBoard event files in logs/. Earlier events of repeated steps are purged."""
 
     def __init__(self, module: Any, start: SinkStart) -> None:
         self._writer = module.SummaryWriter(str(start.run_dir / "logs"), purge_step=start.resumed_step + 1)
@@ -80,7 +84,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """One wandb run for all starts of a run; `config/check.py` has seen that the package is there."""
+    """Sink to Weights & Biases: one wandb run for all starts of a run. The package's presence was checked before."""
 
     def __init__(self, start: SinkStart) -> None:
         module: Any = optional_package("wandb").module
@@ -93,7 +97,7 @@ class Wandb:
             config=to_plain(start.config),
         )
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # wandb's own counter can't decrease, and drops what does
+        self._run.define_metric("*", step_metric="step")  # wandb's own counter can't decrease: it drops earlier steps
 
     def write(self, metrics: StepMetrics) -> None:
         self._run.log({**metrics.numbers(), "step": metrics.step})
@@ -103,6 +107,7 @@ class Wandb:
 
 
 def tensorboard_if_installed(start: SinkStart) -> Sink | None:
+    """Build the TensorBoard sink, or return None if the package or torch's writer for it is missing."""
     if optional_package("tensorboard").module is None:
         return None
     module = optional_package("torch.utils.tensorboard").module
@@ -110,10 +115,12 @@ def tensorboard_if_installed(start: SinkStart) -> Sink | None:
 
 
 def wandb_if_wanted(start: SinkStart) -> Sink | None:
+    """Build the wandb sink if `run.wandb` names a project."""
     return None if start.config.run.wandb is None else Wandb(start)
 
 
 def console(start: SinkStart) -> Sink:
+    """Build the sink that shows progress on the console."""
     return ConsoleSink(start.config.run.log_every, start.resumed_step, start.last_step)
 
 
@@ -123,11 +130,11 @@ SINKS: dict[str, Callable[[SinkStart], Sink | None]] = {
     "tensorboard": tensorboard_if_installed,
     "wandb": wandb_if_wanted,
 }
-"""By name, what makes each sink at the start of a run; None where the run does not ask for it."""
+"""Factories of the sinks, by name. A factory returns None for a sink that the run does not use."""
 
 
 class Metrics:
-    """The sinks of a run, and logs/decisions.jsonl, to which each start of a run adds."""
+    """Writes a run's metrics to all its sinks, and appends its decisions to logs/decisions.jsonl."""
 
     def __init__(self, run_dir: Path, config: Config, resumed_step: int, last_step: int) -> None:
         self.decisions = run_dir / "logs" / "decisions.jsonl"
@@ -135,7 +142,7 @@ class Metrics:
         self.start(SinkStart(config, run_dir, resumed_step, last_step))
 
     def start(self, start: SinkStart) -> None:
-        """From here on metrics go to sinks of this start; what was written of later steps no longer holds."""
+        """Replace the sinks by new ones that start after `start.resumed_step`."""
         self.close()
         self.started = start
         self.sinks += [sink for make in SINKS.values() if (sink := make(start)) is not None]
@@ -145,13 +152,13 @@ class Metrics:
             sink.write(metrics)
 
     def decide(self, decision: Decision) -> None:
-        """Record a decision, in the log too."""
+        """Append a decision to logs/decisions.jsonl, and log it as a warning."""
         with self.decisions.open("a") as file:
             file.write(json.dumps(finite(decision.line()), allow_nan=False) + "\n")
         LOG.warning("step %d %s: %s", decision.step, decision.what.upper(), decision.why)
 
     def roll_back(self, step: int) -> None:
-        """The run continues from an earlier step."""
+        """Restart the sinks after a rollback to this step."""
         self.start(replace(self.started, resumed_step=step))
 
     def close(self) -> None:
@@ -160,7 +167,7 @@ class Metrics:
 
 
 def _run_id(path: Path) -> str:
-    """The id that wandb knows the run by, made at its first start."""
+    """Return the run's id at wandb. The first start draws it and stores it at `path`."""
     if not path.exists():
         path.write_text(secrets.token_hex(8))
     return path.read_text().strip()

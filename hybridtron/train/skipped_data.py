@@ -1,9 +1,8 @@
-"""Data that a run skipped after rolling back, and so which data each of its steps reads.
+"""Data that a run skips after a rollback, as a map from training steps to data steps.
 
-Steps of training and of the data are counted from 0 at the start of their phase. They are the same up to the first
-skipped range; from there on training is behind. The ranges are part of the data position, so a checkpoint holds them,
-as lists of three numbers (`windows` in its manifest): phase, first step of the data, and the step of the data that is
-read again.
+Both kinds of steps count from 0 at the start of their phase. They are equal up to the first skipped range; after it the
+data step is larger by the number of skipped steps. Checkpoints store the ranges, since they determine which data comes
+next: `windows` in the manifest is a list of (phase, first skipped data step, first data step after the range).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hybridtron.config.resolve import ResolvedPhase
 
 
 class SkippedRange(NamedTuple):
-    """The data of a phase from step `first` to before `end`."""
+    """Skipped data steps of a phase: from `first` to before `end`."""
 
     phase: int
     first: int
@@ -24,7 +23,7 @@ class SkippedRange(NamedTuple):
 
 
 class SkippedData:
-    """All that was skipped so far; ranges that touch are merged."""
+    """All skipped ranges of a run so far, sorted. Ranges that touch are merged."""
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
         self.all: list[SkippedRange] = []
@@ -36,18 +35,18 @@ class SkippedData:
                 self.all.append(found)
 
     def data_step(self, phase: int, step: int) -> int:
-        """The step of the data that a step of training reads."""
+        """Return the data step that a training step reads."""
         for skipped in self.all:
             if skipped.phase == phase and skipped.first <= step:
                 step += skipped.end - skipped.first
         return step
 
     def jumps(self, phase: int, step: int) -> bool:
-        """Whether a step of training does not continue reading where the step before it stopped."""
+        """Return True if data is skipped between a training step and the step before it."""
         return step > 0 and self.data_step(phase, step) != self.data_step(phase, step - 1) + 1
 
     def runs(self, phase: int, first: int, end: int) -> list[range]:
-        """The steps of the data that the steps of training from `first` to before `end` read, in unbroken runs."""
+        """Return the data steps of the training steps from `first` to before `end`, as contiguous ranges."""
         begins = [first, *(step for step in range(first + 1, end) if self.jumps(phase, step))] if first < end else []
         return [
             range(self.data_step(phase, a), self.data_step(phase, b - 1) + 1)
@@ -55,7 +54,10 @@ class SkippedData:
         ]
 
     def and_failed(self, phases: Iterable[ResolvedPhase], done: int, failed: int) -> SkippedData:
-        """What is skipped when the steps of the run beyond `done`, up to `failed` itself, are skipped as well."""
+        """Return the skipped data extended by the data of the steps after `done`, up to and including `failed`.
+
+        Both are steps of the run; they may lie in different phases.
+        """
         added = []
         for phase in phases:
             within = (min(max(step, phase.start_step), phase.end_step) for step in (done, failed))

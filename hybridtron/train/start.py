@@ -1,4 +1,8 @@
-"""What a run starts from: its own newest checkpoint, one that is named, the weights of another run, or nothing."""
+"""Starting point of a run or phase: a checkpoint to resume, weights of another run, or none.
+
+The checks here compare the model, the weights and the data with the checkpoint's, and raise ConfigError if they don't
+fit.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,11 @@ LOG = logging.getLogger(__name__)
 
 
 def starting_point(config: Config) -> Checkpoint | None:
-    """The checkpoint that run.resume names; of a run's own, the newest that is complete by its manifest."""
+    """Return the checkpoint to resume from as `run.resume` says, or None to start from scratch.
+
+    With `auto` it is the newest one in the run's folder that is complete by its manifest. Raises ConfigError if the
+    folder has only broken ones, or if a named one can't be opened.
+    """
     if config.run.resume == "never":
         return None
     if config.run.resume != "auto":
@@ -46,12 +54,15 @@ def starting_point(config: Config) -> Checkpoint | None:
 
 
 def given_weights(config: Config) -> Checkpoint | None:
-    """The checkpoint that run.weights names; for a run without one of its own."""
+    """Return the checkpoint that `run.weights` names, with its adapters merged. None if it is not set."""
     return None if config.run.weights is None else merged(_named(config.run.weights, "run.weights"))
 
 
 def _named(named: str, key: str) -> Checkpoint:
-    """What a key of the configuration names: a checkpoint, or of a run the newest, or that of lowest held-out loss."""
+    """Return the checkpoint that the value of a key names; raise ConfigError if there is none.
+
+    The value is a checkpoint folder, a run's folder for its newest, or RUN@best for its lowest held-out loss.
+    """
     path, cure = Path(folder_of(named)), "name a run's folder that has one, or a whole checkpoint"
     if named.endswith(BEST):
         if (found := checkpoints.best(path)) is None:
@@ -67,7 +78,7 @@ def _named(named: str, key: str) -> Checkpoint:
 
 
 def opened(path: Path, key: str, cure: str) -> Checkpoint:
-    """A checkpoint that a key of the configuration names."""
+    """Open a checkpoint folder. Raises ConfigError under `key`, with `cure` as advice, if it is broken."""
     try:
         return Checkpoint.open(path)
     except BrokenCheckpoint as error:
@@ -75,7 +86,10 @@ def opened(path: Path, key: str, cure: str) -> Checkpoint:
 
 
 def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
-    """The checkpoint that a phase's init_from names, which has weights for its model."""
+    """Return the checkpoint that a phase's `init_from` names, with its adapters merged. None if it is not set.
+
+    Raises ConfigError if its weights don't fit the phase's model.
+    """
     if phase.settings.init_from is None:
         return None
     key = phase.own_key("init_from")
@@ -85,7 +99,7 @@ def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
 
 
 def check_same_model(start: Checkpoint, config: Config) -> None:
-    """A run continues with the model that it was in the phase of its step."""
+    """Raise ConfigError if the configured model or optimizer differs from the checkpoint that the run resumes from."""
     differences = _differences(start, phase_ending_at(resolve(config), start.meta.step).model)
     if (held := start.config.optim.name) != config.optim.name:
         differences.append(("optim.name", f"is {config.optim.name}, but {start.folder} holds the state of {held}"))
@@ -94,13 +108,13 @@ def check_same_model(start: Checkpoint, config: Config) -> None:
 
 
 def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow: bool = False) -> list[str]:
-    """A model that starts from a checkpoint's weights has weights of these names and shapes.
+    """Raise ConfigError unless a checkpoint's weights fit a model by name and shape; return lines on how they differ.
 
-    How it uses them may differ: attention may get another window, or become span attention. It may also have grown:
-    weights that a model can be without are new then. What differs is returned, and the new weights. Adapters that
-    `given` had are merged.
+    The model may use its weights in another way: attention may get another window, or become span attention. With
+    `may_grow` it may also have optional weights that the checkpoint lacks. The lines name the changed keys and the new
+    weights. The adapters of `given` must be merged; those of `model` begin with the phase and are ignored.
     """
-    model = replace(model, adapters=None)  # which begin with the phase
+    model = replace(model, adapters=None)  # they begin with the phase
     differences = _differences(given, model)
     held, wanted = (parameter_table(one) for one in (given.config.model, model))
     new = {name: weight for name, weight in wanted.items() if name not in held and weight.grown is not None}
@@ -113,7 +127,7 @@ def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow
 
 
 def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
-    """A line for each weight of a sub-layer that is new, and where it starts."""
+    """Describe new weights: one line for each name within a sub-layer, with its layers and its initial value."""
     places: dict[tuple[str, str], list[int]] = {}
     for name, weight in new.items():
         _, layer, rest = name.split(".", 2)
@@ -124,7 +138,11 @@ def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
 
 
 def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[str], Tensor]:
-    """What reads a whole weight by its name in a model; weights that are new start as the table says."""
+    """Return a function that reads a full weight by name.
+
+    A weight that the checkpoint lacks starts as the parameter table says: from an initializer, or as a concatenation of
+    its sub-layer's other weights.
+    """
     table, held = parameter_table(model), parameter_table(given.config.model)
     read = given.weights(held)
 
@@ -142,6 +160,7 @@ def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[st
 
 
 def _differences(held: Checkpoint, model: ModelConfig) -> list[tuple[str, str]]:
+    """Return the keys of the model that differ from a checkpoint's, each with a message naming both values."""
     return [
         (key, f"is {ours}, but {held.folder} holds {theirs}")
         for key, ours, theirs in _differing("model", asdict(model), asdict(held.config.model))
@@ -149,7 +168,7 @@ def _differences(held: Checkpoint, model: ModelConfig) -> list[tuple[str, str]]:
 
 
 def _differing(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The keys below `key` whose values differ, with both values; `nothing` where one has no such key."""
+    """Yield each key below `key` with differing values, and both values as text (`not set`, `nothing` if absent)."""
     for name in {**ours, **theirs}:
         left, right = ours.get(name), theirs.get(name)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
@@ -163,7 +182,7 @@ def _differing(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
 
 
 def check_fp8(config: Config) -> None:
-    """FP8 that is not emulated can run on this process's device, in whichever phase."""
+    """Raise ConfigError if a phase needs FP8 without emulation and this process's device can't run it."""
     for phase in resolve(config):
         precision = phase.precision
         if precision.name in FP8_MULTIPLES and not precision.emulate and (fault := fp8_fault(precision.name)):
@@ -171,9 +190,10 @@ def check_fp8(config: Config) -> None:
 
 
 def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, found: Fingerprint) -> list[Problem]:
-    """A phase resumed in its middle must find the data in the order that it left, and any phase the same tokenizer.
+    """Raise ConfigError if the data of a resumed run has changed; `found` is the fingerprint of the data now.
 
-    With run.accept_data_changes the differences are returned instead.
+    A phase that is resumed in its middle needs the same data in the same order. Any other phase needs the same
+    tokenizer. With `run.accept_data_changes` the differences are returned instead of raised.
     """
     held, step = start.meta.data, start.meta.step
     keys = found if phase.start_step < step < phase.end_step else ["tokenizer"]
@@ -190,7 +210,7 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fou
 
 
 def archive_superseded(start: Checkpoint | None, config: Config) -> None:
-    """Rename the checkpoints that a run does not continue from, or the next start would take them."""
+    """Rename the run's checkpoints later than its starting point, so that the next start does not resume from them."""
     run_dir = Path(config.run.dir)
     own = start is not None and checkpoints.belongs_to(run_dir, start.folder)
     for path in checkpoints.archive_later(run_dir, start.meta.step if start is not None and own else -1):
@@ -198,5 +218,5 @@ def archive_superseded(start: Checkpoint | None, config: Config) -> None:
 
 
 def candidates(start: Checkpoint, config: Config) -> Iterable[Checkpoint]:
-    """What a run may continue from: the checkpoint that was named, or its own ones from the newest on."""
+    """Return the checkpoints that a run may resume from: its own from the newest on, or only the named one."""
     return checkpoints.valid_checkpoints(Path(config.run.dir)) if config.run.resume == "auto" else [start]

@@ -1,4 +1,4 @@
-"""What the first rank logs before a run, and each of its phases, begins, and at the end."""
+"""Log messages of the first rank: at the start of a run, at the start of each phase, and at the end of the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ LOG = logging.getLogger(__name__)
 
 
 def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
-    """What runs, after step `first` up to `last`, on what, with which kernels and why."""
+    """Log the model, device, layout, steps and folder of a run, and which implementation of each op runs and why.
+
+    The run trains the steps after `first`, up to `last`.
+    """
     parameters = sum(parameter.size for parameter in engine.optimizer.table.values())
     LOG.info(
         f"{config.run.name}: {readable(parameters)} parameters, {engine.config.precision.name}, "
@@ -63,7 +66,7 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
 
 
 def as_text(table: Table) -> str:
-    """A table as the console shows it, for the log."""
+    """Render a table as plain text at the console's width, for the log."""
     console = Console(file=io.StringIO(), width=Console().width)
     with console.capture() as shown:
         console.print(table)
@@ -71,7 +74,10 @@ def as_text(table: Table) -> str:
 
 
 def ops_of(model: ModelConfig) -> set[str]:
-    """The ops that the files of a model's layers name, those of its adapters, and those of the loss."""
+    """Return the names of the ops that a model may call.
+
+    These are the ops named in the modules of its layers' classes, the dropout of its adapters, and those of the loss.
+    """
     mixers = [cls for spec in architecture(model).specs for cls in mixer_class(spec).__mro__]
     files = {sys.modules[cls.__module__] for cls in (*mixers, Residual, RMSNorm)}
     named = {value.name for file in files for value in vars(file).values() if isinstance(value, Op)}
@@ -80,7 +86,7 @@ def ops_of(model: ModelConfig) -> set[str]:
 
 
 def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
-    """What a phase reads: tokens and epochs of each source, and how long an unbroken stretch of text is."""
+    """Log a phase's data: tokens and epochs of each source, and the mean length of uninterrupted text."""
     settings, order = phase.settings, loader.order
     table = Table("source", "share", "tokens", "epochs", "learned", box=None, title_justify="left")
     kind = f"{order.kind.value} of {settings.seq_len} tokens, documents {order.documents.value}"
@@ -93,7 +99,7 @@ def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
 
 
 def announce_end(progress: Progress, run_dir: Path, checkpoint: Path) -> None:
-    """How long it took, how far it came, and the commands that are usually next."""
+    """Log the duration, the held-out losses and the last checkpoint of a run, and commands that usually come next."""
     losses = "".join(f", held-out loss {loss:.4f} at {length}" for length, loss in (progress.validation or {}).items())
     LOG.info(
         f"finished at step {progress.step} after {clock(time.monotonic() - progress.began)}{losses}\n"

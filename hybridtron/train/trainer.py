@@ -1,4 +1,4 @@
-"""The training loop: phases, steps, evaluations, checkpoints. It knows no mixer and no layout."""
+"""The training loop: phases, steps, evaluations, checkpoints. It does not depend on the mixers or the layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One run, on one process or as one rank of many. Only the first rank logs and writes metrics."""
+    """Trains a run, on one process or as one rank of several. Only the first rank logs and writes metrics."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Trainer:
         if start is None:
             self.engines.build(0, None if given is None else weights_of(given, self.phases[0].model, config.run.seed))
         self.start = None if start is None else self.restored(candidates(start, config))
-        self.resume_step = 0 if self.start is None else self.start.meta.step  # done when this start, or rollback, began
+        self.resume_step = 0 if self.start is None else self.start.meta.step  # done at this start or rollback
         self.rollback = Rollback(config, run_dir, self.start)
         self.skipped_data = SkippedData() if self.start is None else SkippedData(self.start.meta.windows)
         self.progress = watchdog.failures.progress
@@ -82,20 +82,20 @@ class Trainer:
             and self.start is not None
             and checkpoints.belongs_to(run_dir, self.start.folder)
         ):
-            self.saver.mirror.offer(self.start.folder)  # a run that was stopped may not have copied it
+            self.saver.mirror.offer(self.start.folder)  # a stopped run may not have copied it
         self.skipped = 0
 
     @property
     def engine(self) -> Engine:
-        """Of the phase under way."""
+        """The current phase's engine."""
         return self.engines.now
 
     def restored(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint:
-        """The first that is whole, read into the engine that continues from it."""
+        """Restore the first valid checkpoint into the engine that continues from it, and return it."""
         return restore_newest(checkpoints, self.engines.engine_for, self.run_dir)
 
     def fit(self) -> None:
-        """Train the phases from where the run stands to its end, rolling back where training has failed."""
+        """Train all remaining steps, and roll back whenever training has failed. Raises Preempted on demand."""
         if self.groups.is_first:
             announce_run(self.config, self.engine, self.resume_step, self.last)
         is_first = self.groups.is_first
@@ -119,7 +119,7 @@ class Trainer:
             self.report_end(checkpoints.folder_of(self.run_dir, self.last))
 
     def train_phases(self) -> None:
-        """What is left of each phase, in order."""
+        """Train the remaining steps of each phase, in order, and do the work after each."""
         for phase in self.phases:
             if phase.end_step > self.resume_step and phase.start_step < self.last:
                 self.load_phase_start(phase)
@@ -127,15 +127,15 @@ class Trainer:
             self.run_after_phase(min(phase.end_step, self.last))
 
     def resumes_within(self, phase: ResolvedPhase) -> bool:
-        """Whether some of the phase's steps were done before this start, or rollback."""
+        """Return True if some of the phase's steps were done before this start or rollback."""
         return phase.start_step < self.resume_step
 
     def reached_by_training(self, phase: ResolvedPhase) -> bool:
-        """Whether this start has itself trained the phase before; else the phase begins or continues a checkpoint."""
+        """Return True if this start has trained the phase before it; else a checkpoint comes first."""
         return phase.start_step > self.resume_step
 
     def load_phase_start(self, phase: ResolvedPhase) -> None:
-        """Where a phase that was just reached needs another engine or other weights, read the border's checkpoint."""
+        """Restore the checkpoint at the phase boundary if the phase needs another engine, weights or moments."""
         if not self.reached_by_training(phase) or not self.engines.needs_rebuild(phase):
             return
         self.watchdog.beat(f"the start of phase {phase.settings.name}")
@@ -145,7 +145,7 @@ class Trainer:
         self.resume_step = phase.start_step
 
     def run_after_phase(self, step: int) -> None:
-        """The first process works; the others wait."""
+        """Run the work after a phase on the first process, while the others wait."""
         if self.after_phase.due(step):
             self.watchdog.beat("work after a phase")
             self.saver.finish()
@@ -154,7 +154,7 @@ class Trainer:
             barrier()
 
     def train_phase(self, phase: ResolvedPhase) -> None:
-        """Train the steps of one phase that are still to be done; a phase ends with an evaluation and a checkpoint."""
+        """Train the remaining steps of one phase. It ends with an evaluation and a checkpoint."""
         loader = self.loader_of(phase)
         self.enter_phase(phase, loader)
         first, last = max(self.resume_step, phase.start_step), min(self.last, phase.end_step)
@@ -175,7 +175,7 @@ class Trainer:
                 rollback.check_refused(step, step == self.last, self.engine.guard, self.config.optim)
                 stop = self.requests.agreed(all_reduce_max)
                 due |= step % save_every == 0
-                # while steps are refused nothing changes, and a run never rolls back to a checkpoint of such a step
+                # refused steps leave the weights as they are, and a run never rolls back to a checkpoint of such a step
                 if (due and not refused) or step == last or stop:
                     self.save(step, loader, metrics)
                     due = False
@@ -186,7 +186,7 @@ class Trainer:
                     raise Preempted(step, stop)
 
     def enter_phase(self, phase: ResolvedPhase, loader: Loader) -> None:
-        """Bring the engine to where the phase stands: at its start, or in its middle as a checkpoint holds it."""
+        """Prepare the engine for a phase, from its start or from the middle that a checkpoint was written at."""
         if self.start is not None and not self.reached_by_training(phase):
             for one in check_same_data(self.start, self.config, phase, loader.fingerprint):
                 if self.groups.is_first:
@@ -205,13 +205,14 @@ class Trainer:
         self.work = PhaseWork(self.engine.config, phase.settings.seq_len, self.groups.world_size)
 
     def report(self, metrics: StepMetrics) -> None:
+        """Write a step's metrics, and update the progress that outcome.json will report."""
         if self.metrics is not None:
             self.metrics.write(metrics)
         self.progress.step, self.progress.loss, self.progress.tokens = metrics.step, metrics.loss, metrics.tokens
         self.progress.validation = metrics.validation or self.progress.validation
 
     def train_step(self, step: int, phase: ResolvedPhase, batches: list[Batch], asked: float) -> StepMetrics:
-        """One optimizer step; `asked` is when its data was asked for."""
+        """Train one step and return its metrics; `asked` is the time at which its data was requested."""
         arrived = time.perf_counter()
         lr = learning_rate(self.phases, phase.index, phase.phase_tokens_at(step))
         number, guard = step - phase.start_step - 1, self.engine.guard
@@ -248,7 +249,7 @@ class Trainer:
         )
 
     def save(self, step: int, loader: Loader, metrics: StepMetrics) -> None:
-        """Write the checkpoint of a step."""
+        """Write the checkpoint of a step. Raises RollbackRequested if a value in it is not finite."""
         self.watchdog.beat(f"the checkpoint of step {step}")
         with self.requests.saving():
             measured = math.nan if metrics.validation is None else next(iter(metrics.validation.values()))
@@ -261,14 +262,14 @@ class Trainer:
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
 
     def check_saved(self) -> None:
-        """Roll back where the checkpoint under way turns out to hold what is no number."""
+        """Raise RollbackRequested if the checkpoint being written has a value that is not finite."""
         try:
             self.saver.check()
         except NotFinite as fault:
             raise rollback.not_saved(self.saver.step, fault) from fault
 
     def roll_back(self, request: RollbackRequested) -> None:
-        """Load the newest checkpoint that may be used, and skip the data from there to the step that failed."""
+        """Restore the newest usable checkpoint, and skip the data between it and the failed step."""
         self.watchdog.beat(f"rolling back from step {request.step}")
         self.saver.settle()
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
@@ -280,19 +281,19 @@ class Trainer:
             self.metrics.roll_back(self.resume_step)
 
     def read(self, loader: Loader, phase: ResolvedPhase, first: int, last: int) -> Generator[list[Batch]]:
-        """The micro-batches of the steps after `first`, up to `last`, without the data that is left out."""
+        """Yield the micro-batches of each step after `first`, up to `last`, without skipped data."""
         for run in self.skipped_data.runs(phase.index, first - phase.start_step, last - phase.start_step):
             yield from loader.iterate(run.start, run.stop)
 
     def loader_of(self, phase: ResolvedPhase) -> Loader:
-        """This rank's loader; a corpus that must be prepared first is prepared once."""
+        """Build this rank's loader. The first rank builds first, so that a corpus is prepared only once."""
         mine = (phase, self.groups.data_rank, self.groups.data_size, self.groups.part)
         loader = build_loader(*mine) if self.groups.is_first else None
         barrier()
         return loader or build_loader(*mine)
 
     def report_end(self, checkpoint: Path) -> None:
-        """How it went and what can be done with it, and a sample of text where one process holds the whole model."""
+        """Log the end of the run, with a text sample if one process holds the full model."""
         announce_end(self.progress, self.run_dir, checkpoint)
         run = self.config.run
         if run.sample_tokens and self.groups.world_size == 1:

@@ -1,11 +1,13 @@
-"""Ends a process that makes no progress: a loader that hangs, a collective in which a rank is missing, a dead disk.
+"""Watchdog: a thread that ends a process without progress.
 
-Training says what it is about to do (`beat`), and each of these must end within `run.timeout`. If one does not, the
-stacks of all Python threads go to logs/stacks-RANK.txt, those of the loader's worker processes to stderr, the failure
-is recorded, and the process ends with exit code 1 at once, so that nothing it is stuck in can hold it. A launcher then
+Causes are a loader that hangs, a collective in which a rank is missing, or a dead disk. Training announces each part of
+its work (`beat`), and the part must end within `run.timeout`. If it does not, the watchdog writes the stacks of all
+Python threads to logs/stacks-RANK.txt and those of the loader's worker processes to stderr, and records the failure.
+Then it ends the process with exit code 1 by os._exit, which works wherever the main thread is stuck. A launcher then
 ends the other ranks, and the next start resumes.
-Where the interpreter itself is stuck, faulthandler's own thread does the same a little later, without a word in
-outcome.json.
+
+If the interpreter itself is stuck, the thread of faulthandler writes stacks and ends the process BACKSTOP_S later, but
+leaves no record in outcome.json.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from hybridtron.data.loader import STACKS
 from hybridtron.train.failures import Failures, process_fault, waits_for_others
 
 BACKSTOP_S = 4.0  # past run.timeout: faulthandler ends a stuck interpreter, before a launcher that lost another rank
-LAST_WORDS_S = 10.0  # what it may take to put a failure down
-WORKERS_S = 0.5  # what its worker processes get to write their stacks
-LOADING = "/torch/utils/data/dataloader.py"  # on the stack of what waits for them
+LAST_WORDS_S = 10.0  # time limit for recording a failure
+WORKERS_S = 0.5  # time for worker processes to write their stacks
+LOADING = "/torch/utils/data/dataloader.py"  # in the stack of a thread that waits for worker processes
 
 
 class Watchdog:
-    """Watches this process from its start as a context to its end."""
+    """Context manager that watches this process and ends it if it makes no progress."""
 
     def __init__(self, failures: Failures, timeout_s: float) -> None:
         self.failures, self.timeout_s = failures, timeout_s
@@ -57,13 +59,13 @@ class Watchdog:
                 self.path.unlink()
 
     def beat(self, doing: str, at_least_s: float = 0.0) -> None:
-        """What comes now must end before `run.timeout`, or `at_least_s` if that is more."""
+        """Announce the part that begins now. Its time limit is the larger of `run.timeout` and `at_least_s`."""
         patience = max(self.timeout_s, at_least_s)
         self._doing = (doing, patience, time.monotonic() + patience)
         faulthandler.dump_traceback_later(patience + BACKSTOP_S, exit=True, file=self._file)
 
     def overdue(self) -> str | None:
-        """That what was to end by now has not."""
+        """Return a message if the current part has exceeded its time limit, else None."""
         doing, patience, deadline = self._doing
         if time.monotonic() <= deadline:
             return None
@@ -80,7 +82,7 @@ class Watchdog:
         try:
             workers = multiprocessing.active_children()
             self._record(reason, workers)
-            _end_all(workers)  # one that hangs would stay behind
+            _end_all(workers)  # a worker that hangs would outlive this process
         finally:
             os._exit(1)
 
@@ -96,7 +98,7 @@ class Watchdog:
 
 
 def _where(frames: Sequence[FrameType]) -> str:
-    """What a thread is doing, by its stack, the innermost call first."""
+    """Describe a thread's activity from its stack, innermost call first."""
     if waits_for_others(frames):
         return "waiting for other ranks"
     if any(frame.f_code.co_filename.endswith(LOADING) for frame in frames):
@@ -105,13 +107,13 @@ def _where(frames: Sequence[FrameType]) -> str:
 
 
 def _faults(workers: Sequence[BaseProcess]) -> list[str]:
-    """Which worker processes are gone or stopped."""
+    """List the worker processes that are dead or stopped."""
     pids = [worker.pid for worker in workers if worker.pid is not None]
     return [f"worker process {pid} {fault}" for pid in pids if (fault := process_fault(pid)) is not None]
 
 
 def _end_all(workers: Sequence[BaseProcess]) -> None:
-    """Let worker processes dump their stacks, and end them."""
+    """Make the worker processes dump their stacks to stderr, then kill them."""
     for worker in workers:
         if worker.pid is not None:
             with suppress(OSError):

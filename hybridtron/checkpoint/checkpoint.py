@@ -1,14 +1,14 @@
-"""A checkpoint that was written: reading it, whole tensors or any layout's blocks, verified as it is read.
+"""Reading a checkpoint: full tensors, or any layout's blocks, verified as they are read.
 
     config.yaml, tokenizer.json, manifest.json
-    model-00000.safetensors, ...     the weights as they are computed with, each file written by one process
-    optimizer-00000..., ...          Adam's moments, and the fp32 masters of weights computed in bf16
-    fp8-00000..., ...                the greatest values that scale FP8's products, of fp8_delayed
-    states-00000..., ...             carried states of all lanes, and what noise is fitted to
-    random-00000..., ...             the state of each process's random generators
+    model-00000.safetensors, ...     weights in the forward pass's dtype, each file written by one process
+    optimizer-00000..., ...          Adam's moments, and fp32 masters for weights computed in bf16
+    fp8-00000..., ...                the largest absolute values that delayed FP8 scaling remembers
+    states-00000..., ...             carried states by lane, and the statistics that noise is fitted to
+    random-00000..., ...             each process's random states
 
-Fused projections are stored by their parts (`in_proj.weight.x`, `in_proj.weight.z`). Nothing is pickled. A reader
-takes what it needs from the chunks that hold it, whatever layout wrote them.
+Fused projections are stored by their parts (`in_proj.weight.x`, `in_proj.weight.z`). Nothing is pickled. A reader takes
+each rectangle from the chunks that overlap it, so any layout can read a checkpoint that any other wrote.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from hybridtron.config.schema import Config
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.blocks import full_rectangle, weight_blocks
 
-READERS = 4  # threads: reading and digesting leave Python's lock
+READERS = 4  # threads; they run in parallel, because reading and digesting release Python's lock
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest is sound; everything else is verified when it is read."""
+    """A checkpoint with a valid manifest. All other bytes are verified when they are read."""
 
     folder: Path
     manifest: CheckpointManifest
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Raises BrokenCheckpoint where the manifest, or the configuration, is not what was written."""
+        """Open a checkpoint. Raises BrokenCheckpoint if the manifest or the configuration is damaged."""
         found = cls(folder, manifest.read(folder))
         if missing := found.manifest.incomplete():
             raise BrokenCheckpoint(f"{folder} holds only a part of {missing[0]}")
@@ -63,30 +63,32 @@ class Checkpoint:
         return load_saved(self.folder / "config.yaml")
 
     def verified(self, name: str) -> bytes:
-        """The bytes of a small file."""
+        """Read and verify a small file."""
         if name not in self.manifest.files:
             raise BrokenCheckpoint(f"{self.folder} has no {name}")
         return read_head(self.folder, name, self.manifest.files[name])
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every whole tensor, by its key."""
+        """Shapes of all full tensors, by key."""
         return {key: chunks[0].shape for key, chunks in self._chunks.items()}
 
     def dtype(self, key: str) -> torch.dtype:
         return NAMES[self._of(key)[0].dtype]
 
     def whole(self, key: str) -> Tensor:
-        """A whole tensor, on the CPU."""
+        """Read and verify a full tensor, on the CPU."""
         first, *others = self._of(key)
-        if not others:  # it was written whole
+        if not others:  # it was written as one chunk
             return read_chunk(self.folder, first, self.manifest.files[first.file])
         into = torch.empty(first.shape, dtype=NAMES[first.dtype])
         self._fill(key, [(into, (0,) * into.dim())])
         return into
 
     def fill(self, blocks: Sequence[Any]) -> None:
-        """Read what blocks (`ShardedTensor`s) stand for into their data."""
+        """Read blocks (`ShardedTensor`s) of any layout, in place. Raises BrokenCheckpoint if a tensor has another
+        shape.
+        """
         wanted: dict[str, list[tuple[Tensor, Sequence[int]]]] = {}
         for block in blocks:
             if self._of(block.key)[0].shape != tuple(block.global_shape):
@@ -97,7 +99,7 @@ class Checkpoint:
             list(threads.map(lambda key: self._fill(key, wanted[key]), wanted))
 
     def weights(self, table: Mapping[str, Parameter]) -> Callable[[str], Tensor]:
-        """What reads a whole weight by its name in the model."""
+        """Return a function that reads a full weight by its name in the model, and joins its stored parts."""
 
         def weight(name: str) -> Tensor:
             return torch.cat([self.whole(key) for key in table[name].stored(name)])
@@ -105,7 +107,7 @@ class Checkpoint:
         return weight
 
     def load_weights(self, model: LanguageModel) -> None:
-        """Fill a whole model's weights."""
+        """Fill all weights of a model that is not sharded, in place."""
         blocks = (
             weight_blocks(name, [full_rectangle(weight.data)], model.table[name], model.slice.mesh)
             for name, weight in model.named_parameters()
@@ -113,7 +115,7 @@ class Checkpoint:
         self.fill(list(itertools.chain.from_iterable(blocks)))
 
     def faults(self) -> Iterator[str]:
-        """Everything that is not as it was written, or should not have been, after reading every byte."""
+        """Read every byte, and yield a message for each damaged or non-finite part."""
         for name in self.manifest.files:
             try:
                 self.verified(name)
@@ -123,11 +125,15 @@ class Checkpoint:
             yield from filter(None, threads.map(self._fault, self.manifest.chunks))
 
     def verify_chunks(self, kind: str, share: int, shares: int) -> None:
-        """Read one share of the chunks in files of a kind. Raises BrokenCheckpoint."""
+        """Verify this process's share of the chunks in the files of a kind, such as `states`.
+
+        The share is every `shares`-th chunk from number `share` on. Raises BrokenCheckpoint.
+        """
         for chunk in [one for one in self.manifest.chunks if one.file.startswith(f"{kind}-")][share::shares]:
             self._verify(chunk)
 
     def _verify(self, chunk: StoredShard) -> None:
+        """Verify a chunk's digest, and that weights and moments are finite. Raises BrokenCheckpoint."""
         stored = read_chunk(self.folder, chunk, self.manifest.files[chunk.file])
         if chunk.file.startswith(KINDS) and not is_finite(stored):
             raise BrokenCheckpoint(f"{self.folder / chunk.file} holds values of {chunk.key} that are not finite")
@@ -147,12 +153,13 @@ class Checkpoint:
         return by_key
 
     def _of(self, key: str) -> list[StoredShard]:
+        """Return a tensor's chunks. Raises BrokenCheckpoint if there are none."""
         if key not in self._chunks:
             raise BrokenCheckpoint(f"{self.folder} holds no {key}")
         return self._chunks[key]
 
     def _fill(self, key: str, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-        """Read the chunks that the wanted rectangles of a tensor touch, each once."""
+        """Fill the wanted rectangles of one tensor; read each overlapping chunk once."""
         missing = sum(into.numel() for into, _ in wanted)
         for chunk in self._of(key):
             shared = [
@@ -172,13 +179,13 @@ class Checkpoint:
 
 
 def fill_rectangles(whole: Tensor, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-    """Copy rectangles of a whole tensor, each given as what to fill and where it begins."""
+    """Copy rectangles from a full tensor; each is given as a tensor to fill and its offset in the full tensor."""
     for into, offset in wanted:
         copy(whole[tuple(slice(first, first + n) for first, n in zip(offset, into.shape, strict=True))], into)
 
 
 def _shared(chunk: StoredShard, into: Tensor, offset: Sequence[int]) -> tuple[range, ...] | None:
-    """What a chunk and a rectangle have in common, in the whole tensor's places."""
+    """Intersect a chunk with a rectangle: one range per axis of the full tensor, or None if they do not overlap."""
     runs = tuple(
         range(max(a, b), min(a + m, b + n))
         for a, m, b, n in zip(chunk.offset, chunk.size, offset, into.shape, strict=True)

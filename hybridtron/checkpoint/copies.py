@@ -1,7 +1,7 @@
-"""Copies of what a checkpoint is made of, from which it is written while training continues.
+"""Copies of a checkpoint's tensors, so that it can be written while training continues.
 
-Carried states and random states change with the next forward pass and are copied at once. Weights and moments change
-with the next update: until then threads copy them, and look at each copy, whether all its entries are finite.
+Carried states and random states change in the next forward pass, so they are copied at once. Weights and moments change
+in the next update. Threads copy them until then, and check that each copy is finite.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hybridtron.checkpoint.files import copy
 from hybridtron.checkpoint.finite import KINDS, NotFinite, is_finite
 from hybridtron.device import beside_computing
 
-COPIERS = 2  # threads; copying and looking leave Python's lock
+COPIERS = 2  # threads; they run in parallel, because copying and checking release Python's lock
 
 
 class Copied(NamedTuple):
-    """A copy of a block, and whether all its entries are finite."""
+    """A copied block; `finite` is True if all its entries are finite."""
 
     block: Any
     finite: bool
@@ -31,23 +31,28 @@ class Copied(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """Of the blocks of one checkpoint, by their files; made, or under way."""
+    """The copies of one checkpoint's blocks, by file kind. Some may still be under way."""
 
     files: Mapping[str, Sequence[Future[Copied]]]
 
     @property
     def trained(self) -> list[Future[Copied]]:
-        """Of weights and moments, which no update may overtake."""
+        """The copies of weights and moments. The next update must wait for them."""
         return [one for kind in KINDS for one in self.files.get(kind, ())]
 
     def fault(self) -> str | None:
-        """The key of a weight or moment that is not finite, when all are copied. One that could not be is no fault."""
+        """Wait until weights and moments are copied; return the key of one that is not finite, or None.
+
+        A copy that failed with an exception is skipped here; `blocks` raises it.
+        """
         wait(self.trained)
         copied = (one.result() for one in self.trained if one.exception() is None)
         return next((one.block.key for one in copied if not one.finite), None)
 
     def blocks(self) -> dict[str, list[Any]]:
-        """The copies, when all are made. Raises NotFinite."""
+        """Wait for all copies and return them by file kind. Raises NotFinite, or the exception that a copy
+        failed with.
+        """
         if key := self.fault():
             raise NotFinite(f"values of {key} are not finite")
         return {name: [one.result().block for one in of_file] for name, of_file in self.files.items()}
@@ -61,7 +66,7 @@ class Copier:
         self._held: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def start(self, blocks: Mapping[str, Sequence[Any]]) -> Copies:
-        """Begin to copy what waits for the next update; all else is copied when this returns."""
+        """Start to copy all blocks. When this returns, only weights and moments may still be under way."""
         first_now = sorted(blocks, key=KINDS.__contains__)
         files = {
             name: [self._threads.submit(self._copied, one, beside_computing()) for one in blocks[name]]
@@ -71,6 +76,7 @@ class Copier:
         return Copies(files)
 
     def _copied(self, one: Any, beside: AbstractContextManager[Any]) -> Copied:
+        """Copy a block into reused memory, and check that the copy is finite."""
         place = (one.key, one.global_offset)
         held = self._held.get(place)
         if held is None or held.shape != one.data.shape or held.dtype != one.data.dtype:

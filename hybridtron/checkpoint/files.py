@@ -1,7 +1,7 @@
-"""Writing a file so that it is there, whole, when this returns; reading it so that what is used was verified.
+"""A checkpoint's files: writes that are on disk when they return, and reads that are verified.
 
-Tensors lie in safetensors files, so that anything can open them. One that holds a whole tensor has its key for a name,
-a smaller one is named `KEY@0,128`, by where it starts.
+Tensors are stored in safetensors files, so that other programs can open them. A full tensor's entry is named by its
+key; a tensor shard's entry is named `KEY@0,128`, after its offset.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ NAMES = {
 }
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OF_TYPE = {dtype: name for name, dtype in NAMES.items()}
-_AT_ONCE = 2**20  # bytes that are written, and digested while they are in the cache
+_AT_ONCE = 2**20  # bytes per write: few enough to be in the CPU's cache for both the digest and the write
 
 
 def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredShard]]:
-    """Write blocks of tensors (`ShardedTensor`s with their data) and wait until they are on disk."""
+    """Write blocks (`ShardedTensor`s with their data) to a safetensors file and wait until it is on disk.
+
+    Returns the manifest's entries: one for the file, and one for each block.
+    """
     head = head_of((_name(block), block.dtype, block.local_shape) for block in blocks)
     chunks, at = [], len(head)
     with writing(path) as write:
@@ -57,7 +60,10 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
 
 
 def head_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None) -> bytes:
-    """The head of a safetensors file that holds tensors of these names, types and shapes one after another."""
+    """Return the head of a safetensors file for tensors that are stored one after another.
+
+    It is padded with spaces to a multiple of 8 bytes, so that the data is aligned.
+    """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, dtype, shape in tensors:
@@ -74,7 +80,7 @@ def _name(block: Any) -> str:
 
 
 def write_bytes(path: Path, stored: bytes) -> File:
-    """Write a small file and wait until it is on disk."""
+    """Write a small file, wait until it is on disk, and return its entry for the manifest."""
     with writing(path) as write:
         digest = _digested(write, memoryview(stored))
     return File(len(stored), len(stored), digest)
@@ -82,7 +88,10 @@ def write_bytes(path: Path, stored: bytes) -> File:
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when everything in it is on disk; where that fails it is removed."""
+    """Yield a temporary folder, and rename it to `target` when the block ends; remove it if the block fails.
+
+    The block itself must flush the files that it writes. The rename is atomic, so `target` is complete or absent.
+    """
     temporary = temporary_of(target)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -97,7 +106,10 @@ def appearing(target: Path) -> Iterator[Path]:
 
 
 def in_parts(items: Iterable[T], size: Callable[[T], int], largest: int) -> list[list[T]]:
-    """In order, as many into each part as fit, at least one."""
+    """Split items, in order, into lists whose sizes add up to at most `largest`.
+
+    An item larger than that gets a list for itself.
+    """
     parts: list[list[T]] = []
     room = 0
     for item in items:
@@ -110,12 +122,15 @@ def in_parts(items: Iterable[T], size: Callable[[T], int], largest: int) -> list
 
 
 def read_head(folder: Path, name: str, file: File) -> bytes:
-    """The bytes of a file before its chunks, verified."""
+    """Read and verify a file's bytes before its chunks. Raises BrokenCheckpoint if they differ."""
     return _read(folder / name, 0, file.head, file.digest, file.size).tobytes()
 
 
 def read_chunk(folder: Path, chunk: StoredShard, file: File) -> Tensor:
-    """A chunk's entries, verified: the bytes that were digested are those of the tensor."""
+    """Read and verify a chunk, and return its entries as a tensor on the CPU. Raises BrokenCheckpoint if they differ.
+
+    The tensor shares memory with the bytes whose digest was compared, so no copy can damage them after that.
+    """
     if chunk.dtype not in NAMES:
         raise BrokenCheckpoint(f"{folder / chunk.file} has entries of type {chunk.dtype!r}, which is not known")
     dtype = NAMES[chunk.dtype]
@@ -125,16 +140,19 @@ def read_chunk(folder: Path, chunk: StoredShard, file: File) -> Tensor:
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """Copy entries; between tensors of the CPU at the memory's speed, which torch's own copy has less than half of."""
+    """Copy a tensor's entries into another tensor.
+
+    CPU tensors with the same dtype are copied by numpy, which is more than twice as fast as torch's own copy.
+    """
     if source.device.type == target.device.type == "cpu" and source.dtype == target.dtype:
-        number = _NUMBERS[source.element_size()]  # numpy does not know bf16
+        number = _NUMBERS[source.element_size()]  # as integers, because numpy has no bf16
         np.copyto(target.detach().view(number).numpy(), source.detach().view(number).numpy())
     else:
         target.detach().copy_(source.detach())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's entries, from the CPU."""
+    """Return a tensor's entries as bytes in CPU memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     entries: Any = flat.view(torch.uint8).numpy()
     return memoryview(entries)
@@ -150,6 +168,9 @@ def _digested(write: Callable[[memoryview], None], stored: memoryview) -> str:
 
 
 def _read(path: Path, start: int, count: int, expected: str, size: int) -> np.ndarray:
+    """Read `count` bytes of a file from `start` on; raise BrokenCheckpoint if they, or the file's size, are not as
+    expected.
+    """
     try:
         with open_regular(path) as file:
             found = os.fstat(file.fileno()).st_size

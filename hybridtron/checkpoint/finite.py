@@ -1,9 +1,10 @@
-"""Whether weights and moments are numbers. No checkpoint with one that is not is written, and none is resumed from.
+"""Checks that weights and moments are finite. A checkpoint with NaN or infinity is neither written nor resumed from.
 
-A step does not show it at once, and need not ever: with an infinite second moment every update of a weight is zero.
-An asynchronous checkpoint looks at its copies, while the next step computes.
+Training itself may never show such a value: with an infinite second moment every update of a weight is zero. An
+asynchronous checkpoint checks its copies while the next step computes.
 
-Carried states and the statistics of FP8 are not asked: both deal with values that are not finite, and may hold some.
+Carried states and FP8 statistics are not checked: both may hold values that are not finite, and the code that uses them
+allows for this.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from torch import Tensor
 
 from hybridtron.parallel.plain_values import all_gather_values
 
-KINDS = ("model", "optimizer")  # files of a checkpoint
-THREADS = 2  # torch reads memory with one thread where it computes with one
+KINDS = ("model", "optimizer")  # kinds of a checkpoint's files that are checked
+THREADS = 2  # torch reads memory with a single thread if it computes with a single thread
 
 
 class NotFinite(ArithmeticError):
-    """What was trained is broken, and was not saved."""
+    """Raised when weights or moments are not finite; the checkpoint is not written."""
 
 
 def not_finite(blocks: Iterable[Any]) -> str | None:
-    """The key of the first block that holds NaN or an infinity: memory is read once, one wait for a device."""
+    """Return the key of the first block that holds NaN or an infinity, or None.
+
+    Memory is read once, and a device is waited for once.
+    """
     asked = [one for one in blocks if one.data.numel() and one.data.is_floating_point()]
     if not asked:
         return None
@@ -37,15 +41,16 @@ def not_finite(blocks: Iterable[Any]) -> str | None:
 
 
 def all_finite(key: str | None) -> None:
-    """Raise NotFinite on all processes where any names a tensor that is not; all call this together."""
+    """Raise NotFinite on all processes if any process passes a key. All processes call this together."""
     if found := next(filter(None, all_gather_values(key)), None):
         raise NotFinite(f"values of {found} are not finite")
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries of one tensor are."""
+    """Return True if all entries are finite. Integer tensors always are."""
     return not tensor.numel() or not tensor.is_floating_point() or bool(_extremes(tensor).isfinite().all())
 
 
 def _extremes(tensor: Tensor) -> Tensor:
-    return torch.stack(torch.aminmax(tensor.detach()))  # NaN where there is one; `isfinite` takes ten times as long
+    """Return a tensor's minimum and maximum; both are NaN if any entry is."""
+    return torch.stack(torch.aminmax(tensor.detach()))  # `isfinite` over all entries takes ten times as long

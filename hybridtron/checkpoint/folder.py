@@ -1,10 +1,10 @@
-"""The checkpoints of a run's folder: which is the newest valid one, which are archived, which are kept.
+"""The checkpoints of a run's folder: find the newest valid one, archive broken and superseded ones, remove old ones.
 
 checkpoints/step-00000100/             a complete checkpoint: it gets this name when everything is on disk
 checkpoints/latest                     the name of the newest and the digest of its manifest
-checkpoints/.step-00000100.temporary/  being written; what a failed or killed save leaves there, the next save removes
-checkpoints/broken-step-00000100/      found to be broken, for people to look at
-checkpoints/superseded-step-00000100/  of a run that restarted from scratch or from an older checkpoint (once left-...)
+checkpoints/.step-00000100.temporary/  being written; the next save removes the leftovers of a failed or killed one
+checkpoints/broken-step-00000100/      found to be broken; kept for inspection
+checkpoints/superseded-step-00000100/  from before the run restarted at an earlier step (older versions: left-...)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridtron.storage.digest import digest_of
 from hybridtron.storage.durable import put
 
 POINTER = "latest"
-POINTER_BYTES = 1000  # at most
+POINTER_BYTES = 1000  # largest pointer that is read
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -31,18 +31,18 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def all_of(run_dir: Path) -> list[Path]:
-    """Every checkpoint of a run's folder, the oldest first."""
+    """List all checkpoints of a run's folder, oldest first. They are not verified."""
     found = [path for path in (run_dir / "checkpoints").glob("step-*") if is_name(path.name)]
     return sorted(found, key=step_of)
 
 
 def is_name(name: str) -> bool:
-    """Whether a checkpoint can be called so."""
+    """Return True if a checkpoint's folder can have this name."""
     return manifest.step_in(name) is not None
 
 
 def belongs_to(run_dir: Path, folder: Path) -> bool:
-    """Whether a checkpoint is a run's own."""
+    """Return True if a checkpoint is in this run's own folder."""
     return folder.resolve().parent == (run_dir / "checkpoints").resolve()
 
 
@@ -53,12 +53,15 @@ def step_of(folder: Path) -> int:
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """The checkpoint with the highest step whose manifest is valid; warns of each other one that it skips."""
+    """Return the valid checkpoint with the highest step, or None; warn about each broken one that is skipped.
+
+    Only manifest and configuration are verified here.
+    """
     return next(valid_checkpoints(run_dir), None)
 
 
 def valid_checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
-    """The checkpoints whose manifests are valid, the newest first; warns of each other one."""
+    """Yield the checkpoints whose manifest and configuration are valid, newest first; warn about all others."""
     if fault := pointer_fault(run_dir):
         warnings.warn(f"{fault}; using the newest valid checkpoint", stacklevel=2)
     for folder in reversed(all_of(run_dir)):
@@ -69,13 +72,17 @@ def valid_checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
 
 
 def best(run_dir: Path) -> Checkpoint | None:
-    """The checkpoint with the lowest held-out loss, of those that were written where it was measured."""
+    """Return the checkpoint with the lowest held-out loss; None if no checkpoint has such a loss."""
     folder = _best(all_of(run_dir))
     return None if folder is None else Checkpoint.open(folder)
 
 
 def pointer_fault(run_dir: Path) -> str | None:
-    """What is wrong with the pointer: it names a checkpoint that is not there, or not the one that it was."""
+    """Describe the pointer's fault, or return None.
+
+    Faults are: it is missing, it can't be read, its checkpoint is missing, or its digest does not fit the manifest. A
+    missing pointer is not a fault while there are fewer than two checkpoints.
+    """
     path = run_dir / "checkpoints" / POINTER
     try:
         stored = read_regular(path, POINTER_BYTES)
@@ -95,15 +102,15 @@ def pointer_fault(run_dir: Path) -> str | None:
 
 
 def point_at(folder: Path) -> None:
-    """Make the pointer name a checkpoint that is on disk, in one step."""
+    """Make the pointer name a checkpoint, atomically."""
     pointer = folder.parent / POINTER
     if pointer.is_dir() and not pointer.is_symlink():
-        _renamed(pointer, "broken")  # only a hint: a checkpoint must not fail because of it
+        _renamed(pointer, "broken")  # the pointer is only a hint: a folder of its name must not make the save fail
     put(pointer, f"{folder.name} {digest_of(manifest.stored_in(folder))}\n".encode())
 
 
 def archive_broken(folder: Path) -> str:
-    """Rename a broken checkpoint, so that it is neither used nor counted, and can be looked at; how it went."""
+    """Rename a broken checkpoint, so that it is kept for inspection but not used; return a message about the result."""
     try:
         return f"renamed to {_renamed(folder, 'broken')}"
     except OSError as error:
@@ -111,14 +118,17 @@ def archive_broken(folder: Path) -> str:
 
 
 def archive_newer_broken(run_dir: Path, than: int) -> Iterator[str]:
-    """Rename those of later steps that a start has skipped, as their manifests are not valid; a message for each."""
+    """Rename broken checkpoints from steps later than `than`; yield a message for each.
+
+    Only those are renamed whose manifest or configuration is broken, which a start skips.
+    """
     for folder in reversed(all_of(run_dir)):
         if step_of(folder) > than and (fault := _fault(folder)):
             yield f"BROKEN CHECKPOINT: {fault}; {archive_broken(folder)}"
 
 
 def _fault(folder: Path) -> str | None:
-    """What keeps a checkpoint from being opened."""
+    """Return the reason why a checkpoint can't be opened, or None."""
     try:
         Checkpoint.open(folder)
     except BrokenCheckpoint as error:
@@ -127,6 +137,7 @@ def _fault(folder: Path) -> str | None:
 
 
 def _renamed(folder: Path, mark: str) -> Path:
+    """Rename a folder to `MARK-NAME`, or `MARK-NAME-2` and so on if that exists; return its new path."""
     target = folder.with_name(f"{mark}-{folder.name}")
     number = 1
     while target.exists():
@@ -137,7 +148,7 @@ def _renamed(folder: Path, mark: str) -> Path:
 
 
 def archive_later(run_dir: Path, after: int) -> list[Path]:
-    """Rename the checkpoints of later steps, which a run that starts before them does not continue."""
+    """Rename checkpoints from steps later than `after`, because a run that restarts there supersedes them."""
     later = [folder for folder in all_of(run_dir) if step_of(folder) > after]
     return [_renamed(folder, "superseded") for folder in later]
 
@@ -149,10 +160,10 @@ def retire(
     phase_ends: Collection[int] = (),
     in_use: Collection[Path] = (),
 ) -> list[str]:
-    """Remove what `settings` no longer keep and nothing reads; messages about what could not be removed.
+    """Remove checkpoints that `settings` no longer keep; return a message for each that could not be removed.
 
-    The ends of phases are kept for good. Nothing is removed before every byte of the newest checkpoint was read back
-    and has its digest: until then an older one may be the only one that can be used.
+    Phase ends, multiples of `steps_for_ever`, and checkpoints in use are kept. Nothing is removed before every byte of
+    the newest checkpoint was read back and verified: until then an older one may be the only usable one.
     """
     sweep(run_dir)
     newest_ones, failures = _newest_ones(run_dir, settings.keep)
@@ -179,13 +190,13 @@ def retire(
 
 
 def sweep(run_dir: Path) -> None:
-    """Remove the temporary folders of failed or killed saves: each can be as large as a checkpoint."""
+    """Remove the temporary folders that failed or killed saves have left. Each can be as large as a checkpoint."""
     for leftover in (run_dir / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _newest_ones(run_dir: Path, count: int) -> tuple[list[Checkpoint], list[str]]:
-    """The newest `count` valid checkpoints, and a message for each broken one, which is renamed."""
+    """Return the newest `count` valid checkpoints; archive broken ones on the way and return a message for each."""
     found, messages = list[Checkpoint](), list[str]()
     for folder in reversed(all_of(run_dir)):
         if len(found) == count:
@@ -198,7 +209,7 @@ def _newest_ones(run_dir: Path, count: int) -> tuple[list[Checkpoint], list[str]
 
 
 def _best(folders: list[Path]) -> Path | None:
-    """The checkpoint with the lowest held-out loss."""
+    """Return the folder with the lowest held-out loss, or None. Broken checkpoints are skipped."""
     losses = {}
     for folder in folders:
         try:

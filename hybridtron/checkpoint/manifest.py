@@ -1,10 +1,11 @@
-"""What a checkpoint holds, and the digest of every byte of it: the file `manifest.json`.
+"""The manifest of a checkpoint (`manifest.json`): its files and tensor chunks, with their digests.
 
-    {"digest": "32 hex digits", "content": {...}}           the digest is of the bytes of the content, as they stand
+    {"digest": "32 hex digits", "content": {...}}           the digest covers the content's bytes, exactly as stored
 
-The content lists every file with its size and the digest of its head, and every chunk of a tensor: which rectangle of
-which whole tensor it is, where its bytes lie, and their digest. Heads (whole files where they hold no tensors) and
-chunks cover every byte. Digests are XXH3 of 128 bits: they find what disks, memory and people do by accident.
+The content lists every file with its size and its head's digest. It also lists every tensor chunk: the rectangle of the
+full tensor, the position where its bytes are stored, and their digest. A head is everything before a file's first
+chunk; in a file without tensors it is the entire file. Heads and chunks together cover every byte. Digests are 128-bit
+XXH3: they detect accidental damage by disks, memory and people, not deliberate changes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from hybridtron.storage.digest import digest_of
 
 FORMAT = 3
 FILE = "manifest.json"
-GREATEST = 2**30  # bytes of a manifest: some 5 million chunks
+GREATEST = 2**30  # largest manifest that is read, in bytes: enough for some 5 million chunks
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""By format, what turns the content of a manifest of that format into the next one's."""
+"""By format number: a function that converts a manifest's content from that format to the next one."""
 
 _HEAD, _BETWEEN, _END = b'{"digest": "', b'", "content": ', b"}\n"
 
@@ -34,27 +35,27 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class BrokenCheckpoint(ValueError):
-    """A checkpoint, or a file of it, is not as it was written."""
+    """Raised when a checkpoint's contents are not as they were written."""
 
 
 @dataclass(frozen=True)
 class Meta:
-    """Where training stood when the checkpoint was written."""
+    """Training progress when the checkpoint was written."""
 
     step: int
     accepted_steps: int
     data: Fingerprint
     layout: str
     torch_version: str
-    validation: float | None = None  # loss at the training length, where it was measured at this step
-    norms: list[float] = field(default_factory=list)  # of the last accepted gradients, which the next are compared with
-    refused: int = 0  # steps in a row up to this one
-    windows: list[list[int]] = field(default_factory=list)  # of data that was left out: phase, first step, step after
+    validation: float | None = None  # held-out loss at the training length, if it was measured at this step
+    norms: list[float] = field(default_factory=list)  # gradient norms of the last accepted steps, for the step guard
+    refused: int = 0  # refused steps in a row, up to this step
+    windows: list[list[int]] = field(default_factory=list)  # skipped data: [phase, first step, last step + 1]
 
 
 @dataclass(frozen=True)
 class File:
-    """A file: its size, how many bytes at its start stand before its chunks, and the digest of these."""
+    """A file's entry in the manifest: `head` bytes come before its first chunk, and `digest` is their digest."""
 
     size: int
     head: int
@@ -62,7 +63,10 @@ class File:
 
 
 class StoredShard(NamedTuple):
-    """A rectangle of a whole tensor: `size` entries from `offset` on, stored from byte `start` of a file on."""
+    """A rectangle of a full tensor, as it is stored in a file.
+
+    It has `size` entries from `offset` on; `shape` is the full tensor's. Its bytes begin at byte `start` in the file.
+    """
 
     key: str
     dtype: str
@@ -76,14 +80,14 @@ class StoredShard(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """All of it."""
+    """A manifest's full content."""
 
     meta: Meta
     files: dict[str, File]
     chunks: tuple[StoredShard, ...]
 
     def incomplete(self) -> list[str]:
-        """The tensors of which something is missing, or there twice."""
+        """Return the keys of tensors whose chunks together have more or fewer entries than the tensor."""
         held: dict[str, int] = {}
         wanted: dict[str, int] = {}
         for chunk in self.chunks:
@@ -93,17 +97,18 @@ class CheckpointManifest:
 
 
 def name_of(step: int) -> str:
-    """What the checkpoint of a step is called."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_in(name: str) -> int | None:
-    """The step whose checkpoint can be called so."""
+    """Return the step in a checkpoint's folder name, or None if it is not such a name."""
     matched = _NAME.fullmatch(name)
     return None if matched is None else int(matched[1])
 
 
 def to_bytes(manifest: CheckpointManifest) -> bytes:
+    """Serialize a manifest, with its digest in front."""
     content = {
         "format": FORMAT,
         "meta": asdict(manifest.meta),
@@ -115,7 +120,10 @@ def to_bytes(manifest: CheckpointManifest) -> bytes:
 
 
 def read(folder: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint. Raises BrokenCheckpoint where it is not what was written, or not of this step."""
+    """Read and verify a checkpoint's manifest.
+
+    Raises BrokenCheckpoint if it is damaged or incomplete, or if the folder carries another step's name.
+    """
     found = of_bytes(stored_in(folder), folder / FILE)
     if step_in(folder.name) is not None and folder.name != name_of(found.meta.step):
         raise BrokenCheckpoint(f"{folder} holds step {found.meta.step}: it was renamed")
@@ -123,7 +131,9 @@ def read(folder: Path) -> CheckpointManifest:
 
 
 def stored_in(folder: Path) -> bytes:
-    """The bytes of a checkpoint's manifest, as they are found."""
+    """Read a manifest's bytes without verifying them. Raises BrokenCheckpoint if the file is missing or can't
+    be read.
+    """
     path = folder / FILE
     try:
         return read_regular(path, GREATEST)
@@ -134,7 +144,10 @@ def stored_in(folder: Path) -> bytes:
 
 
 def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
-    """The manifest that bytes hold, which were read from a path."""
+    """Parse and verify a manifest's bytes. `path` appears in messages only.
+
+    Raises BrokenCheckpoint if the digest differs, or if the content does not make a valid manifest.
+    """
     at = len(_HEAD) + 32
     body = stored[at + len(_BETWEEN) : -len(_END)]
     whole = _HEAD + digest_of(body).encode() + _BETWEEN + body + _END
@@ -158,7 +171,7 @@ def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
 
 
 def migrated(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The content in today's format."""
+    """Convert a manifest's content to the current format. Raises BrokenCheckpoint if its format is not known."""
     written = content["format"]
     while content["format"] in MIGRATIONS:
         content = MIGRATIONS[content["format"]](content)
@@ -168,6 +181,7 @@ def migrated(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def chunk_of(values: Sequence[Any]) -> StoredShard:
+    """Build a chunk from its list of values in JSON."""
     key, dtype, shape, offset, size, file, start, of_bytes = values
     return StoredShard(key, dtype, tuple(shape), tuple(offset), tuple(size), file, start, of_bytes)
 

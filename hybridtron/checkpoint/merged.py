@@ -1,6 +1,6 @@
-"""A checkpoint as though its adapters had been added to the weights that they stand beside: W + (alpha / rank) B A.
+"""A checkpoint with its adapters merged into the adapted weights when they are read: W + (alpha / rank) B A.
 
-With DoRA its rows have the lengths that were learned, |W| + M.
+With DoRA each row of that sum is then scaled to its learned length, |W| + M.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ MASTER = "master."
 
 @dataclass(frozen=True)
 class MergedCheckpoint(Checkpoint):
-    """Its model has no adapters, and its adapted weights are what both make together, in fp32 at least until stored."""
+    """A checkpoint with adapters that reads like a checkpoint without them.
+
+    Adapted weights are computed in fp32 or wider, from masters where there are any, and rounded to their stored dtype
+    only at the end.
+    """
 
     adapters: AdaptersConfig
 
@@ -47,6 +51,7 @@ class MergedCheckpoint(Checkpoint):
             fill_rectangles(self._merged(key, *pair), wanted)
 
     def _merged(self, key: str, A: str, B: str) -> Tensor:
+        """Compute an adapted weight from the weight and its adapter, in fp32 or wider."""
         down, up = (super(MergedCheckpoint, self).whole(self._widest(piece)) for piece in (A, B))
         weight = super().whole(self._widest(key))
         scale = self.adapters.alpha / self.adapters.rank
@@ -60,17 +65,20 @@ class MergedCheckpoint(Checkpoint):
         return factors(M.to(wide), before, after)[:, None] * made
 
     def _widest(self, key: str) -> str:
+        """Return the key of a weight's fp32 master if there is one, else the weight's own."""
         master = f"{MASTER}{key.removeprefix(MASTER)}"
         return master if master in self._chunks else key
 
 
 def adapter_pair(held: Container[str], key: str) -> tuple[str, str] | None:
-    """The keys of A and B beside a weight, or beside its master; None where it has no adapter."""
+    """Return the keys of a weight's adapter matrices A and B; None if it has no adapter. `key` may also name its
+    master.
+    """
     A, B = (adapter_key(key.removeprefix(MASTER), piece) for piece in "AB")
     return (A, B) if is_adapter(A) and A in held else None
 
 
 def merged(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, of a model without adapters."""
+    """Return the checkpoint with adapters merged into its weights; without adapters it is returned unchanged."""
     adapters = checkpoint.config.model.adapters
     return checkpoint if adapters is None else MergedCheckpoint(checkpoint.folder, checkpoint.manifest, adapters)

@@ -1,12 +1,12 @@
-"""Copies of finished checkpoints in an S3-compatible store, and fetching them.
+"""Copies of finished checkpoints in an S3-compatible store: uploading and downloading them.
 
-    s3://BUCKET/PREFIX/step-00000100/...    a checkpoint; its manifest is uploaded last, without which it is none
-    s3://BUCKET/PREFIX/latest               the name of the newest, and the digest of its manifest
+    s3://BUCKET/PREFIX/step-00000100/...    a checkpoint; its manifest is uploaded last, and makes it complete
+    s3://BUCKET/PREFIX/latest               the name of the newest checkpoint, and the digest of its manifest
 
-What was uploaded is read back and compared with the manifest before the manifest follows. Uploading happens in a thread
-of the first process; while it is busy the newest checkpoint waits, and one that is overtaken is left out. A copy that
-fails is reported, and tried again with the next checkpoint, which is why its requests are not repeated here. Nothing is
-removed from the store: its own rules can do that.
+Every uploaded file is read back and compared with the manifest before the manifest is uploaded. The first process
+uploads in a thread. While that is busy the newest checkpoint waits, and an older one that still waits is dropped. A
+failed upload is reported, and the next checkpoint is tried; therefore single requests are not retried here. Nothing is
+removed from the store: its own lifecycle rules can do that.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ PATIENCE = Patience(timeout=300.0, retries=0, slowest=2**17)
 
 
 class Mirror:
-    """Keeps a store up to date with the checkpoints of a run."""
+    """Uploads a run's checkpoints to a store in the background."""
 
     def __init__(self, url: str) -> None:
         self.bucket = Bucket(url, PATIENCE)
         self._lock = threading.Lock()
         self._waiting: Path | None = None
-        self.busy: Path | None = None  # what is being read, which must not be removed
+        self.busy: Path | None = None  # the checkpoint that is being uploaded and must not be removed
         self._thread: threading.Thread | None = None
 
     def offer(self, folder: Path) -> None:
-        """Upload a checkpoint, now or as soon as the one before it has arrived."""
+        """Upload a checkpoint in the background, now or after the one that is being uploaded.
+
+        It replaces a checkpoint that still waits, which is then not uploaded.
+        """
         with self._lock:
             if self._waiting is not None:
                 print(f"{self.bucket.url}: {self._waiting.name} is left out for {folder.name}", file=sys.stderr)
@@ -51,20 +54,21 @@ class Mirror:
                 self._thread.start()
 
     def finish(self) -> None:
-        """Wait until everything that was offered has arrived, or failed."""
+        """Wait until every upload has ended or failed."""
         if self._thread is not None:
             self._thread.join()
 
     def in_use(self) -> set[Path]:
-        """The checkpoints that are being uploaded or wait for it."""
+        """Return the checkpoints that are being uploaded or wait for it. They must not be removed."""
         with self._lock:
             return {folder for folder in (self.busy, self._waiting) if folder is not None}
 
     def _work(self) -> None:
+        """Upload checkpoints until none waits. Runs in the mirror's thread."""
         while self.busy is not None:
             try:
                 upload(self.bucket, self.busy)
-            except Exception as error:  # whatever it is: the next checkpoint is tried, and training continues
+            except Exception as error:  # any error: training must continue, and the next checkpoint is tried
                 said = f"{type(error).__name__}: {error}"
                 print(f"NOT MIRRORED: {self.busy} to {self.bucket.url}: {said}", file=sys.stderr)
             with self._lock:
@@ -72,8 +76,10 @@ class Mirror:
 
 
 def upload(bucket: Bucket, folder: Path) -> None:
-    """Copy a checkpoint, read the copy back, and only then make it one. Raises BrokenCheckpoint where it differs, and
-    StorageError where the bucket fails.
+    """Upload a checkpoint, read the copy back, then upload its manifest and update the pointer.
+
+    A checkpoint whose manifest is in the store already is not uploaded again. Raises BrokenCheckpoint if the copy
+    differs, and StorageError if the store fails.
     """
     stored = manifest.stored_in(folder)
     found = manifest.of_bytes(stored, folder / FILE)
@@ -90,7 +96,10 @@ def upload(bucket: Bucket, folder: Path) -> None:
 
 
 def verified(arriving: Iterator[bytes], found: CheckpointManifest, name: str, where: str) -> Iterator[memoryview]:
-    """The bytes of a file as they arrive, each piece after its digest was checked. Raises BrokenCheckpoint."""
+    """Yield a file's head and chunks as they arrive, each after its digest was verified.
+
+    Raises BrokenCheckpoint if a digest differs or the file is too long. `where` names the file in messages.
+    """
     file = found.files[name]
     chunks = sorted((chunk for chunk in found.chunks if chunk.file == name), key=lambda chunk: chunk.start)
     starts = [file.head, *(chunk.start for chunk in chunks), file.size]
@@ -110,7 +119,11 @@ def verified(arriving: Iterator[bytes], found: CheckpointManifest, name: str, wh
 
 
 def download(url: str, run_dir: Path) -> Path:
-    """Bring a checkpoint back into a run's folder: the one that a URL names, or the newest of a mirror."""
+    """Download a checkpoint into a run's folder, verify it and return its path.
+
+    `url` names a checkpoint, or a mirror whose newest checkpoint is meant. Raises BrokenCheckpoint if it is damaged or
+    incomplete, and FileExistsError if the run has this checkpoint already.
+    """
     bucket = Bucket(url, PATIENCE)
     if (pointer := bucket.small(folders.POINTER, folders.POINTER_BYTES)) is not None:
         name = pointer.decode("ascii", "replace").partition(" ")[0]

@@ -1,7 +1,8 @@
-"""Resuming from a checkpoint, on any layout: all processes from the same one, or from an older one if it is broken.
+"""Resuming from a checkpoint, on any layout.
 
-Within a phase everything is as it was. Where a phase begins, the model may be used in another way, in another
-precision, with other weights learning: what fits is loaded, what was not there before starts from scratch.
+All processes read the same checkpoint; if it is broken, all fall back to the next older one. Within a phase the
+complete training state is restored. A new phase may have another precision, other adapters or other trained weights:
+tensors that fit are loaded, and the rest starts from scratch.
 """
 
 from __future__ import annotations
@@ -33,16 +34,23 @@ __all__ = ["check_given", "restore_newest", "restore_states"]
 
 @dataclass(frozen=True)
 class Border:
-    """That a phase begins where a checkpoint ends: with the weights of this one, with the moments or without."""
+    """A phase's start from a checkpoint: the weights to load, and whether moments are kept.
+
+    `weights` may be another checkpoint than the one that the run resumes from; `key` is then the configuration key that
+    names it.
+    """
 
     weights: Checkpoint
     moments: bool
-    key: str | None = None  # of the configuration, where it names these weights; else they are the checkpoint's own
+    key: str | None = None  # None if the weights are those of the checkpoint that the run resumes from
 
 
 @dataclass(frozen=True)
 class RestoreFault:
-    """What is wrong with a checkpoint, and the key that names it where it is not the one to resume from."""
+    """A checkpoint's fault, as a message for the user.
+
+    `key` is the configuration key that names the checkpoint, or None if it is one that the run wrote itself.
+    """
 
     what: str
     key: str | None = None
@@ -51,11 +59,14 @@ class RestoreFault:
 def restore_newest(
     candidates: Iterable[Checkpoint], engine_for: Callable[[Checkpoint], tuple[Engine, Border | None]], run_dir: Path
 ) -> Checkpoint:
-    """Weights, optimizer and random states of the first candidate that is whole; a run's own broken ones are renamed.
+    """Restore weights, optimizer and random states from the first valid candidate, and return that candidate.
 
-    They are read into the engine that resumes from this candidate, which may be of an earlier phase than a broken one.
-    Every byte is verified as it is read, by the process that reads it, and no process continues before all have read.
-    A broken one that belongs to another run is left as it is, and ends this one: a key of the configuration names it.
+    `engine_for` returns the engine to read a candidate into: a broken candidate may belong to a later phase than a
+    valid one. Every byte is verified by the process that reads it, and no process continues before all have read
+    theirs.
+
+    Broken checkpoints in the run's own folder are archived. A broken one that a configuration key names may belong to
+    another run; it is left as it is, and ConfigError is raised. Raises BrokenCheckpoint if no candidate is valid.
     """
     found = []
     for checkpoint in candidates:
@@ -76,14 +87,16 @@ def restore_newest(
 
 
 def _first_fault(own: RestoreFault | None) -> RestoreFault | None:
-    """The fault of the first process that has one, on all of them."""
+    """Return, on all processes, the fault that the lowest rank with a fault has found; None if there is none."""
     every = all_gather_values(None if own is None else [own.what, own.key])
     first = next(filter(None, every), None)
     return None if first is None else RestoreFault(what=first[0], key=first[1])
 
 
 def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
-    """All processes together read the weights that a key names. Raises ConfigError where they are not whole."""
+    """Verify the weights that a configuration key names; all processes share the reading. Raises ConfigError if they
+    are not valid.
+    """
     fault = None
     try:
         given.verify_chunks("model", groups.rank, groups.world_size)
@@ -94,18 +107,18 @@ def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
 
 
 def _archive_newer_broken(checkpoint: Checkpoint, run_dir: Path, first: bool) -> None:
-    """Those that were skipped would be skipped at each start, and take the place of one that is kept."""
+    """Archive the broken later checkpoints, so that the next start need not skip them again."""
     if first and belongs_to(run_dir, checkpoint.folder):
         for line in archive_newer_broken(run_dir, checkpoint.meta.step):
             print(line, file=sys.stderr)
 
 
 def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> RestoreFault | None:
-    """Read everything but the carried states; what is wrong with it."""
+    """Read everything except the carried states into an engine; return the fault that this process finds, or None."""
     try:
         groups, blocks = engine.groups, engine.blocks()
         for name in list(checkpoint.manifest.files)[groups.rank :: groups.world_size]:
-            checkpoint.verified(name)  # what is not needed here is needed by others: the tokenizer, files' heads
+            checkpoint.verified(name)  # files that are not read here must be valid too: the tokenizer, the heads
         checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # they are read when their phase starts
         if border is None:
             _fill(checkpoint, [*blocks["model"], *blocks["optimizer"]])
@@ -123,18 +136,22 @@ def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> 
 
 
 def _fill(checkpoint: Checkpoint, blocks: Sequence[Any]) -> None:
-    """Read what blocks stand for; a number that is none would be trained on."""
+    """Read blocks from a checkpoint. Raises BrokenCheckpoint if any holds NaN or infinity."""
     checkpoint.fill(blocks)
     if key := not_finite(blocks):
         raise BrokenCheckpoint(f"{checkpoint.folder} holds values of {key} that are not finite")
 
 
 def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> RestoreFault | None:
-    """Read weights in full precision where they are kept so, and the moments of weights that learned before."""
+    """Load the weights, and perhaps the moments, that a new phase starts from; return the fault, or None.
+
+    A weight that is not bf16 in this phase is read from its fp32 master where the checkpoint has one, and a master that
+    it lacks is read from the weight. Moments that it lacks are zero. Adapters that it lacks keep their initial values.
+    """
     held, wanted = border.weights.shapes, []
 
     def begins(key: str) -> bool:
-        return is_adapter(key) and key not in held  # it is as the engine has made it
+        return is_adapter(key) and key not in held  # the engine has initialized it
 
     for one in blocks["model"]:
         if begins(one.key):

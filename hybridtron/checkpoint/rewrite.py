@@ -1,4 +1,4 @@
-"""Comparing checkpoints, and rewriting one with full tensors, in files of a chosen size; without processes."""
+"""Comparing two checkpoints, and rewriting one with full tensors and a chosen file size. Needs no process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = 48  # characters of a long value
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """How a tensor, or a setting, differs between two checkpoints."""
+    """A difference between two checkpoints: a tensor's or setting's name, and its values in both."""
 
     what: str
     left: str
@@ -32,7 +32,10 @@ class CheckpointDifference:
 
 
 def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDifference]:
-    """Meta data, settings and tensors that are not the same; for tensors of one shape how far they are apart."""
+    """Yield the differences in metadata, settings and tensors between two checkpoints.
+
+    If a tensor's values differ, its entry gives the norm of the difference relative to the left tensor's norm.
+    """
     for name, ours, theirs in _settings(left, right):
         if ours != theirs:
             yield CheckpointDifference(name, *in_short(ours, theirs))
@@ -48,7 +51,10 @@ def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDiffe
 
 
 def in_short(ours: Any, theirs: Any) -> tuple[str, str]:
-    """Describe two values that differ: lists by place and size of a difference, long texts by the part around it."""
+    """Describe two different values briefly.
+
+    Lists are described by where and by how much they differ, long texts by the part around the difference.
+    """
     if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
         return f"{len(ours)} values", f"{len(theirs)} values, {_apart(ours, theirs)}"
     left, right = str(ours), str(theirs)
@@ -57,6 +63,7 @@ def in_short(ours: Any, theirs: Any) -> tuple[str, str]:
 
 
 def _apart(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+    """Describe how two lists differ: the number of different entries, the largest difference, and the first one."""
     differing = [at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
     if not differing:
         return f"the first {min(len(ours), len(theirs))} the same"
@@ -70,7 +77,7 @@ def _apart(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
 
 
 def _around(text: str, place: int) -> str:
-    """Cut a long text to the part around a place."""
+    """Cut a long text to the part around a position."""
     if len(text) <= SHOWN:
         return text
     first = max(0, min(place - SHOWN // 4, len(text) - SHOWN))
@@ -78,6 +85,7 @@ def _around(text: str, place: int) -> str:
 
 
 def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, left value and right value for every metadata field and for each `config.yaml` line that differs."""
     theirs: dict[str, Any] = dataclasses.asdict(right.meta)
     for name, value in dataclasses.asdict(left.meta).items():
         other = theirs[name]
@@ -95,9 +103,10 @@ def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, A
 
 
 def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable[[int, int], None]) -> int:
-    """Rewrite the checkpoint with full tensors, about `file_size` bytes to a file; how many files that takes.
+    """Rewrite the checkpoint with full tensors, about `file_size` bytes to a file; return how many files were written.
 
-    One file's tensors are in memory at a time. The folder appears whole or not at all.
+    One file's tensors are written while the next file's are read. The folder appears complete or not at all. `progress`
+    is called with the number of finished files and their total number.
     """
     planned = list(_planned(source, file_size))
 
@@ -115,7 +124,10 @@ def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable
 def write_whole(
     folder: Path, meta: Meta, small: Mapping[str, bytes], tensors: Iterable[tuple[str, Mapping[str, Tensor]]]
 ) -> None:
-    """A checkpoint of whole tensors by one process, file by file, into a folder that is there."""
+    """Write a checkpoint with full tensors from a single process into an existing folder.
+
+    `small` has the contents of small files by name; `tensors` yields each tensor file's name and its tensors by key.
+    """
     files: dict[str, File] = {name: write_bytes(folder / name, stored) for name, stored in small.items()}
     chunks: list[StoredShard] = []
     for name, of_file in prefetched(iter(tensors)):
@@ -126,7 +138,7 @@ def write_whole(
 
 
 def _planned(source: Checkpoint, file_size: int) -> Iterator[tuple[str, list[str]]]:
-    """The files to write, and the keys of each, in the order in which they stand in the source's files."""
+    """Yield the name of each file to write and the keys of its tensors, in the source's order."""
     kinds: dict[str, dict[str, int]] = {}
     for chunk in source.manifest.chunks:
         size = math.prod(chunk.shape) * NAMES[chunk.dtype].itemsize

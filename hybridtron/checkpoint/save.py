@@ -1,13 +1,14 @@
-"""Writing a checkpoint: every process writes its blocks, the first one seals it.
+"""Writing checkpoints: each process writes its own blocks, and the first process seals the checkpoint.
 
-    every process    its tensors into files of a temporary folder, each flushed and digested; then a list of them
-    the first one    waits for all lists; the manifest, flushed; the folder renamed; the pointer; the old removed
+    every process    write tensors into files in a temporary folder, flush and digest each; then write a list of them
+    first process    wait for all lists; write the manifest; rename the folder; update the pointer; remove old ones
 
-A process that is killed at any point leaves the older checkpoints as they were, and a temporary folder that nothing
-reads. The lists go through the file system, so that no process waits for another in a collective: with
-`checkpoint.asynchronous` all of this happens in threads, from copies, while training continues. Weights and moments
-are copied during the next forward and backward pass, which only read them: the engine's next update waits for that.
-The copies are looked at as they are made. After that update all processes learn by `check` whether they are finite.
+A process that is killed at any point leaves older checkpoints untouched, and a temporary folder that nothing reads. The
+lists are exchanged through the file system, so that no process waits for another in a collective.
+
+With `checkpoint.asynchronous` threads do all this from copies, while training continues. Weights and moments are copied
+during the next forward and backward pass, which only read them; the engine's next update waits for the copies. Each
+copy is checked for NaN and infinity when it is made; `check` reports the result to all processes after the update.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ from hybridtron.parallel.groups import Groups, barrier
 from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.storage.durable import put, sync, temporary_of
 
-WRITERS = 2  # threads: one flushes while another digests
-LOOK_S = 0.02  # between looks for the other processes' lists
+WRITERS = 2  # threads: one flushes while the other digests
+LOOK_S = 0.02  # seconds between two looks for the other processes' lists
 
 
 class SaveError(RuntimeError):
-    """Checkpoints could not be written, too many times in a row."""
+    """Raised when too many checkpoints in a row, or a run's last one, could not be written."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What one process brings to a checkpoint: blocks by the file they go to, and on the first one small files."""
+    """One process's part of a checkpoint: tensor shards by file kind, and (on the first process) small files."""
 
     meta: Meta
     blocks: dict[str, Sequence[Any]]
@@ -69,24 +70,24 @@ class Content:
 
 
 class Saver:
-    """Writes the checkpoints of a run; one at a time, failures counted."""
+    """Writes a run's checkpoints, one at a time, and counts failures in a row."""
 
     def __init__(self, config: Config, run_dir: Path, groups: Groups, patience_s: float = 600.0) -> None:
         self.config, self.run_dir, self.groups, self.patience_s = config, run_dir, groups, patience_s
         self.failures = 0
         self._under_way: Future[None] | None = None
         self._thread, self._copier = ThreadPoolExecutor(1, "checkpoint"), Copier()
-        self.step = 0  # of the checkpoint under way, or the last one
+        self.step = 0  # step of the checkpoint that is being written, or of the last one
         self.written: set[int] = set()  # steps whose checkpoints are on disk
-        self._unchecked: Copies | None = None  # of an asynchronous checkpoint under way
-        self.longest_s = 0.0  # from the start of a checkpoint to its end
+        self._unchecked: Copies | None = None  # of an asynchronous checkpoint that `check` has not yet checked
+        self.longest_s = 0.0  # seconds that the slowest checkpoint took from start to end
         self.mirror = mirror_of(config) if groups.is_first else None
 
     def save(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
-        """Write the checkpoint of a step; without `checkpoint.asynchronous` it is on disk when this returns.
+        """Write a step's checkpoint. Without `checkpoint.asynchronous` it is on disk when this returns.
 
-        Raises NotFinite, on all processes and before anything is written, where training has gone wrong on any; with
-        `checkpoint.asynchronous`, `check` does.
+        In that case NotFinite is raised, before anything is written, if weights or moments are not finite; else by
+        `check`.
         """
         self.settle()
         self.step = meta.step
@@ -103,9 +104,9 @@ class Saver:
             self.settle()
 
     def check(self) -> None:
-        """Wait for the copies of an asynchronous checkpoint; raise NotFinite on all processes where one is not.
+        """Wait for an asynchronous checkpoint's copies; raise NotFinite on all processes if any copy is not finite.
 
-        Such a checkpoint is never sealed, and nothing of it is left. All processes call this together.
+        In that case its temporary folder is removed, and nothing is sealed. All processes call this together.
         """
         if self._unchecked is None:
             return
@@ -120,7 +121,10 @@ class Saver:
             raise
 
     def settle(self) -> None:
-        """Wait for the checkpoint under way, and let all processes know alike whether it was written."""
+        """Wait for the checkpoint that is being written; count a failure, or raise SaveError after too many in a row.
+
+        All processes call this together, and all get the same result.
+        """
         self.check()
         if self._under_way is None:
             return
@@ -135,24 +139,24 @@ class Saver:
         limit = self.config.checkpoint.failures
         if self.groups.is_first:
             print(f"CHECKPOINT NOT WRITTEN at step {self.step} ({self.failures} of {limit}): {fault}", file=sys.stderr)
-            folders.sweep(self.run_dir)  # what is there of it takes the room that is missing
+            folders.sweep(self.run_dir)  # a full disk may be why it failed, and the unfinished files take room
         if self.failures >= limit:
             raise SaveError(f"{self.failures} checkpoints in a row could not be written; the last: {fault}")
 
     def _end(self) -> BaseException | None:
-        """Wait for what is under way; how it failed."""
+        """Wait for the write under way, and return the exception that it failed with, or None."""
         assert self._under_way is not None
         error, self._under_way = self._under_way.exception(), None
         return error
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, without which the run has not ended well."""
+        """Wait for a run's last checkpoint. Raises SaveError if it could not be written."""
         self.settle()
         if self.failures:
             raise SaveError(f"the checkpoint of step {self.step}, the last one, could not be written")
 
     def _prepare(self, temporary: Path) -> OSError | None:
-        """An empty folder to write into."""
+        """Create an empty temporary folder on the first process; return the error that this raised, or None."""
         failure = None
         if self.groups.is_first:
             try:
@@ -164,7 +168,7 @@ class Saver:
         return failure
 
     def _run(self, prepared: OSError | None, content: Content, copies: Copies | None, temporary: Path) -> None:
-        """What a checkpoint takes after training may continue; `settle` reports how it went."""
+        """Write a checkpoint, and seal it on the first process; `settle` reports exceptions."""
         began = time.monotonic()
         if prepared is not None:
             raise prepared
@@ -174,7 +178,7 @@ class Saver:
         self.longest_s = max(self.longest_s, time.monotonic() - began)
 
     def _write(self, content: Content, copies: Copies | None, temporary: Path) -> None:
-        """This process's files, and its list of them; where that fails, a list that says so."""
+        """Write this process's files and then their list. If that fails, write a list that holds the error."""
         files: dict[str, File] = {}
         chunks: list[StoredShard] = []
         listed = temporary / f"list-{self.groups.rank:05}.json"
@@ -197,11 +201,11 @@ class Saver:
             why = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"
             values = {"failure": f"process {self.groups.rank}: {why}"}
             for unfinished in temporary.glob(f"*-{self.groups.rank:05}.safetensors"):
-                unfinished.unlink(missing_ok=True)  # on a full disk they leave no room for the list
+                unfinished.unlink(missing_ok=True)  # on a full disk they would leave no room for the list
         put(listed, json.dumps(values).encode())
 
     def _seal(self, meta: Meta, temporary: Path) -> None:
-        """The first process's part, when all lists are there."""
+        """Complete a checkpoint: collect all lists, write the manifest, rename the folder, retire older ones."""
         target = temporary.with_name(temporary.name[1:].removesuffix(".temporary"))
         files: dict[str, File] = {}
         chunks: list[StoredShard] = []
@@ -232,7 +236,7 @@ class Saver:
             print(failure, file=sys.stderr)
 
     def _list_of(self, path: Path) -> dict[str, Any]:
-        """A process's list, when it is there. Raises what that process failed with."""
+        """Wait for a process's list and read it. Raises OSError if that process failed, and TimeoutError."""
         deadline = time.monotonic() + self.patience_s
         while not path.exists():
             if time.monotonic() > deadline:
@@ -249,12 +253,12 @@ class Saver:
 
 
 def mirror_of(config: Config) -> Mirror | None:
-    """Where checkpoints are copied to, if anywhere."""
+    """Open the store that checkpoints are copied to, or return None if `checkpoint.mirror` is not set."""
     return None if config.checkpoint.mirror is None else Mirror(config.checkpoint.mirror)
 
 
 def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
-    """What this process writes: one copy of what several hold."""
+    """Collect the blocks and small files that this process writes; replicated tensors are written only once."""
     groups = engine.groups
     blocks: dict[str, Sequence[Any]] = {
         name: [one for one in of_file if one.replica_id == 0] for name, of_file in engine.blocks().items()
@@ -270,7 +274,7 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
 
 
 def layout_of(config: Config, groups: Groups) -> str:
-    """A text for people, and for the random states, which belong to processes."""
+    """Describe a layout as text, for users, and to recognize whether a checkpoint's random states fit its processes."""
     stages = f"pipeline {groups.pipeline_size} x {config.parallel.virtual_pipeline}"
     context = f"context {groups.context.size}, " if groups.context.size > 1 else ""
     return f"tensor {groups.tensor.size}, {stages}, {context}data {groups.data_size}"

@@ -1,13 +1,14 @@
-"""Products that add a weight's gradient to the sum over the step's micro-batches, where Megatron keeps that sum.
+"""Linear products that accumulate a weight's gradient directly in Megatron's buffer, over the step's micro-batches.
 
     sum += (grad of y)^T x        with `parallel.gradient_accumulation_fusion`
 
-Otherwise autograd makes a gradient in the weight's type, and Megatron adds it. For bf16 weights with sums in fp32 that
-is 12 bytes for each entry and micro-batch: 2 written, 2 read, and 4 of the sum read and written. Here 8 are left, and
-on a GPU the gradient is not rounded to bf16. Megatron's own layers do the same with a kernel of Apex or of Transformer
-Engine, on a GPU.
+Without this, autograd makes a gradient in the weight's type, and Megatron adds it to the buffer. For bf16 weights with
+fp32 sums that moves 12 bytes per entry and micro-batch: 2 written, 2 read, and 4 of the sum read and written. Here 8
+remain, and on a GPU the gradient is not rounded to bf16. Megatron's own layers do the same on a GPU, with a kernel of
+Apex or of Transformer Engine.
 
-Of such a weight all uses must be here: what autograd makes of it besides is dropped.
+Every use of such a weight must go through this module, because Megatron drops a gradient that autograd makes
+elsewhere.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ MARK = "gradient_is_accumulated_by_products"
 
 
 def accumulates(weight: Tensor) -> bool:
-    """Whether products add to its sum."""
+    """Return True if products add this weight's gradient to Megatron's buffer themselves."""
     return getattr(weight, MARK, False)
 
 
 def weight_gradient(weight: Any, grads_TO: Sequence[Tensor], x_TI: Tensor) -> Tensor:
-    """What autograd gets: the gradient, or where the sum has it, memory that nobody reads (Megatron asks for some).
+    """Compute a weight's gradient, and return the tensor that autograd gets for it.
 
-    `grads_TO` are those of the outputs, in one or more parts of their channels.
+    For a weight that `accumulates`, the gradient is added to `weight.main_grad`, and the returned tensor is
+    uninitialised: Megatron needs a tensor but does not read it. `grads_TO` are the gradients of the outputs, split
+    along their channels into one or more parts.
     """
     made = torch.empty_like(weight)
     rows = (weight.main_grad if accumulates(weight) else made).split([grad_TO.shape[1] for grad_TO in grads_TO])
@@ -47,12 +50,13 @@ def weight_gradient(weight: Any, grads_TO: Sequence[Tensor], x_TI: Tensor) -> Te
 
 
 class AccumulatedLinear(torch.autograd.Function):
-    """x weight^T, of a weight that `accumulates`."""
+    """Product x weight^T whose backward pass accumulates the weight's gradient (see `accumulates`)."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None)
-        ctx.weight_OI = weight_OI  # itself: what autograd has saved may come back as another tensor, without its sum
+        # The weight itself: a saved tensor may come back as another object, without `main_grad`.
+        ctx.weight_OI = weight_OI
         return linear(LinearInputs(x_TI, weight_OI))
 
     @staticmethod

@@ -1,10 +1,12 @@
-"""What low-rank adapters compute, beside any of the linear layers (rows and cuts: `architecture/adapters.py`).
+"""Low-rank adapters (LoRA, DoRA) for the linear layers; `architecture/adapters.py` has their shapes and cuts.
 
-A layer adds its adapter's outputs to its own before these are summed over ranks, so that both are summed at once.
-Mixers do not know of them: an adapter is attached to a layer when the model is built. What dropout leaves out is a
-function of the micro-batch's key, the layer's name, the token and the channel among those of all ranks: every layout
-draws the same, and so does a pass that runs again. An adapter learns of the micro-batch as its mixer is called.
-With DoRA it multiplies the layer's outputs, too (`magnitude.py`): each rank its own part of them, before the sum.
+An adapter is attached to a layer when the model is built, so mixers need not know about it. The layer adds the
+adapter's outputs to its own before it sums over tensor-parallel ranks, so one sum serves both. With DoRA each rank
+also scales its own partial outputs before that sum (`magnitude.py`).
+
+The dropout mask is a function of the micro-batch's key, the layer's name, the token and the global channel. Every
+layout therefore draws the same mask, and so does a recomputed forward pass. A hook on the mixer passes the
+micro-batch's `SeqInfo` to the adapter.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from hybridtron.parallel.magnitude import factors, row_lengths
 
 @dataclass(frozen=True)
 class AdapterSizes:
-    """Of one rank's share of an adapter: its inputs, the parts of its outputs, and what these are multiplied by.
+    """Sizes of one rank's shard of an adapter: inputs, output parts, rank, scale and options.
 
-    `first` is the first of its inputs among those of all ranks, and `sharing` are the ranks that share these.
+    `first` is the global index of the shard's first input channel. `sharing` holds the ranks that divide the inputs
+    among them; it has size 1 where every rank has all inputs.
     """
 
     inputs: int
@@ -43,7 +46,7 @@ class AdapterSizes:
 
 
 class Adapter(nn.Module):
-    """Adds scale B A x to each part of a layer's outputs that has a pair of its own, and scales it with DoRA."""
+    """Adds scale B A x to each adapted part of a layer's outputs; with DoRA it also rescales the output rows."""
 
     def __init__(self, layer: str, sizes: AdapterSizes) -> None:
         super().__init__()
@@ -52,15 +55,15 @@ class Adapter(nn.Module):
         self.A = nn.Parameter(torch.empty(len(rows) * sizes.rank, sizes.inputs))
         self.B = nn.Parameter(torch.empty(sum(rows), sizes.rank))
         self.M = nn.Parameter(torch.empty(sum(rows))) if sizes.dora else None
-        self.seq: SeqInfo | None = None  # of the pass under way
+        self.seq: SeqInfo | None = None  # set by `begin` for the current forward pass
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """What a layer's output y becomes, whose input and weight these are."""
+        """Return the adapted output of a layer with input x, output y and this weight."""
         y = y + self.added(x)
         return y if self.M is None else (y * self._factors(self.M, weight)).to(y.dtype)
 
     def added(self, x: Tensor) -> Tensor:
-        """scale B A x; zeros for the parts without a pair."""
+        """Return scale B A x, with zeros for the parts that are not adapted."""
         inner = (self._inner(x) * self.sizes.scale).split(self.sizes.rank, -1)
         pairs = zip(inner, self.B.split(self._rows()), strict=True)
         made = [
@@ -70,14 +73,14 @@ class Adapter(nn.Module):
         return made[0] if len(made) == 1 else torch.cat(made, -1)
 
     def begin(self, _mixer: nn.Module, given: tuple[Any, ...]) -> None:
-        """Before each pass of the mixer, also one that runs again: which tokens it reads."""
+        """Store the `SeqInfo` of the pass; a forward pre-hook of the mixer, called again when a pass is recomputed."""
         *_, self.seq = given
 
     def _rows(self) -> list[int]:
         return [part.rows for part in self.sizes.parts if part.adapted]
 
     def _factors(self, M: Tensor, weight: Tensor) -> Tensor:
-        """DoRA's, of all outputs; 1 for the parts without a pair."""
+        """Return DoRA's factor of every output channel; 1 for the parts that are not adapted."""
         sizes, rows = self.sizes, self._rows()
         pieces = zip(self.A.split(sizes.rank), self.B.split(rows), M.split(rows), strict=True)
         made = []
@@ -90,13 +93,16 @@ class Adapter(nn.Module):
         return torch.cat(made)
 
     def _inner(self, x: Tensor) -> Tensor:
-        if not self.sizes.dropout or self.seq is None or self.seq.key is None:  # outside training nothing is drawn
+        if not self.sizes.dropout or self.seq is None or self.seq.key is None:  # no dropout outside training
             return functional.linear(x, self.A)
         return DroppedProduct.apply(x, self.A, *self._numbers(x, self.seq), self.sizes.dropout)  # type: ignore[return-value]
 
     def _numbers(self, x: Tensor, seq: SeqInfo) -> tuple[Tensor, Tensor]:
-        """Of tokens and channels; layers read tokens and rows in either order (`config/checks` sees to it that both
-        are not as many)."""
+        """Return the random numbers of tokens and channels that decide the dropout mask.
+
+        A layer's input is (B, L, D) or (L, B, D), so its shape decides whether the token numbers are transposed.
+        `config/checks` refuses configurations with B = L, where the two could not be distinguished.
+        """
         seed = seq.number(f"dropout/{self.layer}")
         tokens_BL = token_numbers(seed, seq.positions_BL, 0 if seq.share is None else seq.share.first)
         channels = channel_numbers(seed, self.sizes.first, self.sizes.inputs, x.device)
@@ -104,7 +110,10 @@ class Adapter(nn.Module):
 
 
 class DroppedProduct(torch.autograd.Function):
-    """dropout(x) A^T. For the backward pass x is kept as it came, which other layers keep too: it is drawn again."""
+    """Product dropout(x) A^T that saves x undropped and draws the mask again in the backward pass.
+
+    Other layers save the same x, so it costs no extra memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, A: Tensor, tokens: Tensor, channels: Tensor, share: float) -> Tensor:
@@ -116,7 +125,7 @@ class DroppedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, A, tokens, channels) = grads, ctx.saved_tensors
         dx = dA = None
-        if ctx.needs_input_grad[0]:  # Megatron sums over ranks in place, which must not be a copy
+        if ctx.needs_input_grad[0]:  # Megatron all-reduces in place, so this must be contiguous
             dx = dropout(DropoutInputs(grad @ A, tokens, channels, ctx.share)).contiguous()
         if ctx.needs_input_grad[1]:
             dropped = dropout(DropoutInputs(x, tokens, channels, ctx.share))
@@ -127,9 +136,9 @@ class DroppedProduct(torch.autograd.Function):
 def attach_adapters(
     model: nn.Module, table: Mapping[str, Parameter], adapters: AdaptersConfig | None, tensor: RankGroup
 ) -> None:
-    """Beside the layers of a model, or of a part of it, on one of the tensor-parallel ranks.
+    """Attach an adapter to every adapted layer in a model or pipeline stage, for one tensor-parallel rank.
 
-    From then on a layer adds its adapter's outputs to its own.
+    From then on such a layer adds its adapter's outputs to its own.
     """
     layers = dict(model.named_modules())
     users = mixers_by_layer(layers)
@@ -162,7 +171,7 @@ def attach_adapters(
 
 
 def mixers_by_layer(modules: Mapping[str, nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """The mixers that use each layer: several where places of a letter share it."""
+    """Map each layer to the mixers that use it; several if sub-layers share its weights."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for name, mixer in modules.items():
         if name.startswith("layers.") and name.count(".") == 2 and name.endswith(".mixer"):
@@ -172,12 +181,15 @@ def mixers_by_layer(modules: Mapping[str, nn.Module]) -> dict[nn.Module, list[nn
 
 
 def adapter_of(layer: nn.Module) -> Adapter | None:
-    """The adapter that is attached to a layer, if there is one."""
+    """Return the adapter attached to a layer, or None."""
     return layer._modules.get("adapter")  # type: ignore[return-value]
 
 
 def _add(layer: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
-    """To the product; `BranchingLinear` hands out its input before it."""
+    """Add the adapter's output to a layer's product; a forward hook.
+
+    `BranchingLinear` returns its input before the product, and the input passes through unchanged.
+    """
     adapter = adapter_of(layer)
     assert adapter is not None
     if isinstance(out, tuple):

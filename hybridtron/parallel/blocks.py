@@ -1,8 +1,8 @@
-"""Where a rank's tensors lie in the whole ones: rectangles with global coordinates, in megatron-core's terms.
+"""Rectangles that locate a rank's tensor shards in the full tensors, as megatron-core's `ShardedTensor`.
 
-A checkpoint is made of such blocks, so that any layout can write it and any other read it. A fused weight has a key for
-each of its parts, and the flat shard of a weight that the distributed optimizer keeps is a few rectangles: part of a
-row, whole rows, part of a row. A block is a view: what is read into it is in its place.
+A checkpoint consists of such blocks, so any layout can write it and any other can read it. A fused weight has one key
+for each of its parts. The flat shard that the distributed optimizer keeps of a weight becomes a few rectangles: the
+end of one row, full rows, the start of another row. A block is a view, so reading into it fills the tensor itself.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from hybridtron.parallel.groups import Groups
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a tensor: where its first entry lies, and the entries."""
+    """Rectangular part of a tensor: the offset of its first entry, and its data."""
 
     offset: tuple[int, ...]
     data: Tensor
 
 
 def block(key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: Tensor, main: bool) -> ShardedTensor:
-    """What stands in a whole tensor of this shape from `offset` on; the main copy is the one that is written."""
+    """Return data as the block at `offset` of a full tensor with this shape; only the `main` copy is written."""
     return ShardedTensor(key, data, data.dtype, tuple(data.shape), shape, offset, None, replica_id=0 if main else 1)
 
 
 def weight_blocks(
     name: str, rectangles: Iterable[Rectangle], parameter: Parameter, mesh: Mesh, main: bool = True
 ) -> list[ShardedTensor]:
-    """The blocks of what this rank has of a weight, or of something as large, given as rectangles of its share.
+    """Return the blocks for a weight, or for a tensor of its size, from rectangles of this rank's shard.
 
-    `main` says that this rank is the one of all which hold them that writes them.
+    `main` is True on the one rank that writes these blocks, out of all ranks that hold them.
     """
     for each in parameter.active_cuts(mesh_sizes(mesh)):
         runs = held_runs(parameter, each, mesh[each.over])
@@ -54,12 +54,12 @@ def weight_blocks(
 
 
 def lane_blocks(key: str, held: Tensor, part: StatePart, lanes: range, total: int, mesh: Mesh) -> list[ShardedTensor]:
-    """The blocks of this rank's share of one part of the states of its lanes, out of `total`."""
+    """Return the blocks for one state part of this rank's lanes, out of `total` lanes."""
     shape, cuts = [total, *held.shape[1:]], part.active_cuts(mesh_sizes(mesh))
     first = all(ranks.rank == 0 for ranks in _copied(mesh, cuts))
     rectangles = [(Rectangle((lanes.start, *[0] * (held.dim() - 1)), held), first)]
     for each in cuts:
-        axis = 1 + each.axis  # behind the lane
+        axis = 1 + each.axis  # axis 0 is the lane
         shape[axis] = sum(part.fused_sizes(each.axis))
         runs = list(_written_runs(part, each, mesh[each.over]))
         rectangles = [
@@ -71,7 +71,10 @@ def lane_blocks(key: str, held: Tensor, part: StatePart, lanes: range, total: in
 
 
 def _written_runs(part: StatePart, over: Cut, ranks: RankGroup) -> Iterator[tuple[range, bool]]:
-    """The runs that a rank holds, in its own order, and whether it writes them: entries of several ranks the first."""
+    """Yield the runs that a rank holds, in its own order, and whether it writes them.
+
+    An entry that several ranks hold is written by the first.
+    """
     before = (held_runs(part, over, RankGroup(ranks.size, rank)) for rank in range(ranks.rank))
     written = {entry for runs in before for run in runs for entry in run}
     for run in held_runs(part, over, ranks):
@@ -82,7 +85,10 @@ def _written_runs(part: StatePart, over: Cut, ranks: RankGroup) -> Iterator[tupl
 
 
 def writes(name: str, groups: Groups, cuts: Sequence[Cut], copied_over_data: bool) -> bool:
-    """Whether this rank is the one, of all that hold a copy, that writes it; names are dealt out over them."""
+    """Return True on the one rank that writes this tensor, among the ranks with a copy.
+
+    A hash of the name picks the rank, so that names are spread evenly over the copies.
+    """
     data = [groups.copies] if copied_over_data else []
     copies, own = 1, 0
     for ranks in [*_copied(groups.mesh, cuts), *data]:
@@ -92,17 +98,17 @@ def writes(name: str, groups: Groups, cuts: Sequence[Cut], copied_over_data: boo
 
 
 def _copied(mesh: Mesh, cuts: Sequence[Cut]) -> list[RankGroup]:
-    """The dimensions of the mesh whose ranks all hold the same of a tensor with these cuts."""
+    """Return the mesh dimensions along which a tensor with these cuts is replicated."""
     return [ranks for dimension, ranks in mesh.items() if all(cut.over != dimension for cut in cuts)]
 
 
 def full_rectangle(tensor: Tensor) -> Rectangle:
-    """All of a tensor."""
+    """Return a full tensor as one rectangle."""
     return Rectangle((0,) * tensor.dim(), tensor)
 
 
 def flat_rectangles(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[Rectangle]:
-    """The entries from `start` on of a tensor that was flattened, as rectangles of it."""
+    """Yield the entries of a flattened tensor from `start` on, as rectangles of the tensor with this shape."""
     if len(shape) == 1:
         yield Rectangle((start,), flat)
         return
@@ -120,10 +126,10 @@ def flat_rectangles(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[
 
 
 def _in_full(rectangle: Rectangle, axis: int, runs: Sequence[range]) -> Iterator[Rectangle]:
-    """A rectangle of a rank's share, at its offsets in the full tensor, of which the share holds these runs of an axis.
+    """Yield a rectangle of a rank's shard as rectangles of the full tensor, at their global offsets.
 
-    The share has the runs side by side: run k begins in it where the runs before it end. So a rectangle of it that
-    crosses from one run to the next is several rectangles of the full tensor.
+    `runs` are the ranges of `axis` that the shard holds. It stores them side by side: run k begins where run k - 1
+    ends. A rectangle that crosses from one run to the next becomes several rectangles of the full tensor.
     """
     at = 0
     for run in runs:
@@ -133,13 +139,13 @@ def _in_full(rectangle: Rectangle, axis: int, runs: Sequence[range]) -> Iterator
 
 
 def _within(rectangle: Rectangle, rows: range) -> Iterator[Rectangle]:
-    """What of a rectangle of the full tensor lies in these rows, at its offsets from the first of them."""
+    """Yield the part of a rectangle that lies in these rows, with offsets counted from the first of them."""
     if (taken := _overlap(rectangle, 0, rows)) is not None:
         yield _moved(taken, 0, -rows.start)
 
 
 def _overlap(rectangle: Rectangle, axis: int, entries: range) -> Rectangle | None:
-    """The part of a rectangle in a range of one axis."""
+    """Return the part of a rectangle that lies in a range of one axis, or None if they do not overlap."""
     first = rectangle.offset[axis]
     low, high = max(first, entries.start), min(first + rectangle.data.shape[axis], entries.stop)
     if low >= high:

@@ -1,17 +1,17 @@
-"""Rows that are cut over ranks: each has a share of every row's tokens, in order; layers hand over what comes before.
+"""Context parallelism: each rank holds a sequence shard, in order, and layers exchange the earlier tokens they read.
 
-    recurrences     every one is affine in its state: a share turns h into T h + e. With T and e of the shares before it
-                    a rank knows the state that its share starts from, and runs from there
-    convolutions    the last tokens of the share before (a halo); of several shares where a window is longer than one
-    attention       keys and values likewise: a window's, or all of them
-    spans           all keys and values before, and of every share's blocks what they are chosen by
-    sparse          of every share before the keys that later queries can still see (`ops/sparse/memory.py`)
+    recurrences     are affine in their state: a shard maps h to T h + e. From T and e of the shards before it a rank
+                    computes the state at the start of its own shard, and scans from there
+    convolutions    a halo: the last tokens of the previous shard, or of several where the window is longer than a shard
+    attention       keys and values likewise: those in the window, or all of them
+    spans           all earlier keys and values, and the block summaries of every shard, from which blocks are selected
+    sparse          from every earlier shard the keys that later queries can still see (`ops/sparse/memory.py`)
 
-Gradients return by the way on which this was handed over. The states that a
-row starts from, and those that it ends in, are the same on all ranks of a group. Documents are those of the whole row:
-nothing of one reaches a share that begins with another.
+Gradients flow back through the same exchange. The states at the start and at the end of a row are the same on all
+ranks of a group. Document boundaries are those of the full row: nothing reaches a shard that begins with another
+document.
 
-Letters: B rows, L tokens of a share, T those before it that a layer reads, C any other axes.
+Legend: B rows, L tokens of a shard, T earlier tokens that a layer reads, C any other axes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hybridtron.parallel.plain_values import all_gather_tensors, broadcast_value
 
 @dataclass(frozen=True)
 class ContextGroup(RankGroup):
-    """The ranks that share the tokens of every row, and this one's place among them."""
+    """Ranks that divide the tokens of every row among them, and this rank's index."""
 
     group: dist.ProcessGroup | None = None
 
@@ -43,9 +43,9 @@ WHOLE_ROWS = ContextGroup()
 
 
 def own_share(batch: Batch, context: ContextGroup) -> Batch:
-    """This rank's tokens of the rows, and what it must know of those before them.
+    """Return this rank's sequence shard of a batch, with the boundaries that its layers need.
 
-    Rows may be whole, or cut when they were read (`data/row_parts.py`).
+    The batch may hold full rows, or rows that were already cut when they were read (`data/row_parts.py`).
     """
     if context.size == 1:
         return batch
@@ -58,13 +58,13 @@ def own_share(batch: Batch, context: ContextGroup) -> Batch:
 
 
 def own_tokens(length: int, context: ContextGroup) -> slice:
-    """Which of a row's tokens this rank has; the ranks divide the length."""
+    """Return the slice of a row's tokens that this rank holds. The number of ranks divides the length."""
     each = length // context.size
     return slice(context.rank * each, (context.rank + 1) * each)
 
 
 def seq_of_share(seq: SeqInfo, context: ContextGroup) -> SeqInfo:
-    """Where this rank's tokens stand, of rows whose tokens are shared out over several."""
+    """Return the `SeqInfo` of this rank's sequence shard, from that of full rows."""
     documents_BL, (rows, length) = seq.documents_BL, seq.positions_BL.shape
     here, device = own_tokens(length, context), seq.positions_BL.device
     first, each = here.start, here.stop - here.start
@@ -85,7 +85,10 @@ Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 
 
 def read_twice(inputs: Inputs, seq: SeqInfo) -> Inputs:
-    """A recurrence's inputs, which a share runs through twice: one copy, where each run would keep its own."""
+    """Make a recurrence's inputs contiguous once, because context parallelism scans them twice.
+
+    Otherwise each of the two scans would make and keep its own copy.
+    """
     if seq.share is None:
         return inputs
     return type(inputs)(*(x.contiguous() if isinstance(x, Tensor) else x for x in inputs))
@@ -97,9 +100,10 @@ Scan = Callable[[Tensor | None], tuple[Tensor, Tensor]]
 def scan_from(
     scan: Scan, state: Tensor | None, seq: SeqInfo, total: Callable[[], Factors | Matrices]
 ) -> tuple[Tensor, Tensor]:
-    """A recurrence over this share: outputs, and the state after it. `scan` runs it from a state, None for zeros.
+    """Run a recurrence over this rank's sequence shard; return the outputs and the state after it.
 
-    `total` says what a share leaves of the state before it.
+    `scan` runs the recurrence from a given state, or from zeros for None. `total` returns the shard's state
+    transition. A shard is scanned twice: from zeros to get its contribution e, then from its true initial state.
     """
     if seq.share is None:
         return scan(state)
@@ -107,10 +111,11 @@ def scan_from(
 
 
 def state_before(added: Tensor, total: Factors | Matrices | None, state: Tensor | None, share: RowShare) -> Tensor:
-    """The state before this share: what the shares before it leave of the row's initial state, and what they add.
+    """Return the state at the start of this shard, from every shard's final state e_r and its transition T_r.
 
-    With e_r and T_r of every share, those of shares 0 to r - 1 together come by doubling: in each round a rank takes
-    what a rank 1, 2, 4 ... before it has so far. Without a total a share leaves all.
+    A prefix scan by doubling combines shards 0 to r - 1: in each round a rank receives the result of the rank 1, 2, 4,
+    ... before it. `added` is e_r, the state that the shard's scan from zeros ends in. `total` is T_r; None means the
+    identity.
     """
     apply = torch.matmul if isinstance(total, Matrices) else torch.mul
     wide = (-1, *[1] * (added.dim() - 1))
@@ -119,7 +124,7 @@ def state_before(added: Tensor, total: Factors | Matrices | None, state: Tensor 
     through = torch.where(passes, through, 0)
     one = through.new_ones(through.shape[-1]).diag() if isinstance(total, Matrices) else through.new_ones(())
     through, added = _shifted(through, share, 1), _shifted(added, share, 1)
-    through = through if share.rank else through + one  # zeros came: nothing is before the first share
+    through = through if share.rank else through + one  # rank 0 received zeros: no shard precedes it, T is the identity
     hop = 1
     while hop < share.size - 1:
         earlier, earlier_added = _shifted(through, share, hop), _shifted(added, share, hop)
@@ -136,9 +141,10 @@ def _multiplier(total: Factors | Matrices) -> Tensor:
 
 
 def tokens_before(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: SeqInfo) -> Tensor | None:
-    """The last `count` tokens before this share, of its first document: zeros for others, and where there are none.
+    """Return the `count` tokens before this shard, as a halo for a convolution.
 
-    The first share has those that are carried from the row before. On one rank these are all.
+    Tokens of another document than the shard's first are zeros, and so are those before the row. The first shard uses
+    the tokens carried from the previous row. With one rank the carried tokens are returned as they are.
     """
     share = seq.share
     if share is None:
@@ -155,7 +161,10 @@ def tokens_before(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: Se
 def memory_before(
     k_BLGK: Tensor, v_BLGK: Tensor, window: int | None, carried: AttentionMemory | None, seq: SeqInfo
 ) -> AttentionMemory | None:
-    """The keys and values before this share that a window reaches, or all of the row, behind those that are carried."""
+    """Return the keys and values before this shard that its window can see, or all of the row if `window` is None.
+
+    Those carried from the previous row come first.
+    """
     share = seq.share
     if share is None:
         return carried
@@ -174,18 +183,18 @@ def memory_before(
 
 
 def earlier_shares(x: Tensor, share: RowShare) -> Iterator[Tensor]:
-    """What each of the other shares before this one has, the first one first; zeros where there is none."""
+    """Yield each earlier shard's tensor, from the first shard on; zeros stand for ranks before the first."""
     for hop in range(share.size - 1, 0, -1):
         yield _shifted(x, share, hop)
 
 
 def sum_over_shares(x: Tensor, share: RowShare) -> Tensor:
-    """The sum over the shares of a row, on every rank of which its gradient is summed likewise."""
+    """All-reduce the sum over the shards of a row; the gradient is all-reduced too."""
     return _SumOverShares.apply(x, share)  # type: ignore[return-value]
 
 
 def of_last_share(x: Tensor, context: ContextGroup) -> Tensor:
-    """What the rank with the last share has, on every rank; without a gradient."""
+    """Return the last shard's tensor on every rank, without a gradient."""
     if context.size == 1:
         return x
     x = x.detach().clone(memory_format=torch.contiguous_format)
@@ -194,24 +203,24 @@ def of_last_share(x: Tensor, context: ContextGroup) -> Tensor:
 
 
 def fill_from_last_share(x: Tensor, context: ContextGroup) -> None:
-    """Write what the rank with the last share has over what the others have."""
+    """Broadcast the last shard's tensor into x, in place."""
     dist.broadcast(x, dist.get_global_rank(_group(context), context.size - 1), group=context.group)
 
 
 def value_of_last_share(value: Any, context: ContextGroup) -> Any:
-    """The plain value of the rank with the last share, on every rank."""
+    """Return the last shard's plain value on every rank."""
     return broadcast_value(value, dist.get_global_rank(_group(context), context.size - 1), context.group)
 
 
 def of_all_shares(x_LB: Tensor, context: ContextGroup) -> Tensor:
-    """What all shares have of their tokens, along the first axis, on every rank; without a gradient."""
+    """All-gather a tensor of per-token values along its first axis, without a gradient."""
     parts = [torch.empty_like(x_LB, memory_format=torch.contiguous_format) for _ in range(context.size)]
     dist.all_gather(parts, x_LB.detach().contiguous(), group=_group(context))
     return torch.cat(parts)
 
 
 def tensors_of_all_shares(tensors: Mapping[str, Tensor], context: ContextGroup) -> list[dict[str, Tensor]]:
-    """Tensors of every share's rank by name, on the CPU, the first share's first; without gradients."""
+    """All-gather every rank's named tensors to the CPU, one dictionary per shard in order, without gradients."""
     if context.size == 1:
         return [{name: tensor.detach().cpu() for name, tensor in tensors.items()}]
     return all_gather_tensors(tensors, _group(context))
@@ -223,7 +232,7 @@ def _group(context: ContextGroup) -> dist.ProcessGroup:
 
 
 def _halo(x_BLC: Tensor, count: int, share: RowShare) -> Tensor:
-    """The `count` tokens before this share, from as many shares before it as hold them; zeros before the row."""
+    """Return the `count` tokens before this shard, from as many earlier shards as hold them; zeros before the row."""
     hops = math.ceil(count / share.length)
     parts = []
     for hop in range(hops, 0, -1):
@@ -233,7 +242,9 @@ def _halo(x_BLC: Tensor, count: int, share: RowShare) -> Tensor:
 
 
 def _shifted(x: Tensor, share: RowShare, hop: int) -> Tensor:
-    """What the rank `hop` before this one has, zeros where there is none; its gradient returns there."""
+    """Return the tensor of the rank `hop` before this one, or zeros if there is none. The gradient is sent back to
+    that rank.
+    """
     return _Shifted.apply(x, share, hop)  # type: ignore[return-value]
 
 
@@ -266,7 +277,7 @@ def _summed(x: Tensor, share: RowShare) -> Tensor:
 
 
 def _exchanged(x: Tensor, share: RowShare, hop: int) -> Tensor:
-    """Sent to the rank `hop` after this one, for what the one `hop` before it sends."""
+    """Send x to the rank `hop` after this one and return the tensor received from the rank `hop` before it."""
     x, found = x.contiguous(), torch.zeros_like(x, memory_format=torch.contiguous_format)
     calls = []
     for send, tensor, other in ((dist.isend, x, share.rank + hop), (dist.irecv, found, share.rank - hop)):

@@ -1,7 +1,7 @@
-"""How weights and states are cut over the mesh of ranks, and put together again; fused parts each for itself.
+"""Sharding of weights and states over the mesh, and gathering them again.
 
-What a rank holds along an axis are runs of entries; laid side by side they are its share. A tensor that is cut along
-several axes is cut along one after the other, and gathered in the opposite order.
+Along an axis a rank holds some runs of entries; concatenated they are its shard. Each part of a fused weight is cut
+separately. A tensor with several cuts is cut along one axis after the other, and gathered in the opposite order.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from hybridtron.architecture.base import Cut, Parameter, Sharded
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of one dimension of the mesh, and this one's place among them."""
+    """Ranks along one dimension of the mesh, and this rank's index among them."""
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
     def share(self, total: int) -> int:
-        """This rank's part of a number of channels or heads."""
+        """Return how many of `total` channels or heads this rank holds; the number of ranks must divide it."""
         assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses it"
         return total // self.size
 
     def groups_used(self, heads: int, groups: int) -> slice | list[int]:
-        """Of groups of heads that every rank holds, those of this rank's heads: one per equal share of them, or each's.
+        """Return the indices of the replicated head groups that this rank's heads use.
 
-        The first is a slice, for which nothing is copied.
+        If each group serves equally many of the rank's heads, this is a slice with one entry per group, so that
+        indexing makes no copy. Otherwise it is a list with one entry per head.
         """
         own = self.share(heads)
         used = [head * groups // heads for head in range(self.rank * own, (self.rank + 1) * own)]
@@ -42,16 +43,16 @@ class RankGroup:
 
 
 Mesh = Mapping[str, RankGroup]
-"""The dimensions of the layout over which tensors are cut, by the names that a `Cut` uses."""
+"""Dimensions of the layout over which tensors are cut, by the names that a `Cut` uses."""
 
 
 def mesh_sizes(mesh: Mesh) -> dict[str, int]:
-    """The number of ranks in each dimension."""
+    """Return the number of ranks in each dimension."""
     return {dimension: ranks.size for dimension, ranks in mesh.items()}
 
 
 def cut(whole: Tensor, sharded: Sharded, mesh: Mesh, leading: int = 0) -> Tensor:
-    """This rank's share of a whole tensor, which has `leading` axes before those that the cuts count."""
+    """Return this rank's shard of a full tensor. The cuts count axes from `leading` on."""
     for each in sharded.active_cuts(mesh_sizes(mesh)):
         runs = held_runs(sharded, each, mesh[each.over])
         whole = torch.cat([whole.narrow(leading + each.axis, run.start, len(run)) for run in runs], leading + each.axis)
@@ -59,7 +60,7 @@ def cut(whole: Tensor, sharded: Sharded, mesh: Mesh, leading: int = 0) -> Tensor
 
 
 def gather(share: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
-    """The whole weight on every rank, from the shares of all; they call this together."""
+    """Return the full weight on every rank, from all ranks' shards. All ranks must call this together."""
     for each in reversed(parameter.active_cuts(mesh_sizes(mesh))):
         ranks, own = mesh[each.over], share.contiguous()
         shares = [torch.empty_like(own) for _ in range(ranks.size)]
@@ -69,7 +70,7 @@ def gather(share: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
 
 
 def join(shares: Sequence[Tensor], parameter: Parameter, over: Cut) -> Tensor:
-    """What the ranks of one dimension hold together, from their shares in the order of ranks."""
+    """Assemble the shards along one mesh dimension, given in the order of ranks."""
     shape = list(shares[0].shape)
     shape[over.axis] = parameter.shape[over.axis]
     joined = shares[0].new_empty(shape)
@@ -82,7 +83,7 @@ def join(shares: Sequence[Tensor], parameter: Parameter, over: Cut) -> Tensor:
 
 
 def held_runs(sharded: Sharded, over: Cut, ranks: RankGroup) -> list[range]:
-    """The runs along a cut's axis that a rank holds, in its own order."""
+    """Return the runs along a cut's axis that a rank holds, in its shard's order."""
     sizes = sharded.fused_sizes(over.axis)
     if over.readers is not None:
         used = ranks.groups_used(over.readers, *sizes)

@@ -1,4 +1,4 @@
-"""Token vectors, cut over tensor-parallel ranks by megatron-core."""
+"""Token embedding, replicated on one rank or sharded over the vocabulary by megatron-core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridtron.parallel.mcore import layer_config
 
 
 class Embedding(nn.Module):
-    """Token vectors on one rank; the rows of its weight can serve as the output head too."""
+    """Token embedding for one rank; the output head may share its weight."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Embedding(nn.Module):
 
 
 class VocabularyParallel(VocabParallelEmbedding):
-    """Megatron-core's embedding: each rank holds its own tokens' rows."""
+    """Megatron-core's embedding, which shards the weight's rows (the vocabulary) over tensor-parallel ranks."""
 
     def __init__(self, vocab_size: int, width: int, tensor: TensorGroup) -> None:
         super().__init__(
@@ -36,10 +36,10 @@ class VocabularyParallel(VocabParallelEmbedding):
         )
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        # when it scatters the sequence Megatron puts it first, otherwise it keeps the order of the tokens
+        # Megatron returns (L, B, D) only when it scatters the sequence; otherwise it keeps the order of the tokens.
         return super().forward(tokens_BL if self.reduce_scatter_embeddings else tokens_BL.T)
 
 
 def embedding(vocab_size: int, width: int, tensor: TensorGroup) -> nn.Module:
-    """Tokens (B, L) -> the start of the residual stream (L, B, D)."""
+    """Build the module that maps tokens (B, L) to the start of the residual stream (L, B, D)."""
     return Embedding(vocab_size, width) if tensor.size == 1 else VocabularyParallel(vocab_size, width, tensor)

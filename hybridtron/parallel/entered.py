@@ -1,15 +1,15 @@
-"""Products of what enters a mixer, with traffic of the backward pass behind other products.
+"""Column-parallel products of a mixer's input, with the backward pass's communication overlapped.
 
-    forward     the tokens are gathered (sequence parallelism), and multiplied with every weight
-    backward    dx = sum of dy W; then, side by side, dx is summed over the ranks, and dW = dy^T x
+    forward     all-gather the tokens (sequence parallelism), and multiply them with every weight
+    backward    dx = sum of dy W; then, overlapped, reduce dx over the ranks and compute dW = dy^T x
 
-With `again` a rank keeps its share of the tokens alone. They are gathered a second time while dx is made.
+With `again` a rank saves only its own tokens. They are gathered a second time while dx is computed.
 
-A product may be handed out in parts of its channels. The gradient of each part is multiplied by itself with its rows of
-the weight: to join them first would read and write all of them once more.
+A product may be returned in several parts of its channels. Each part's gradient is multiplied with its own rows of the
+weight; joining them first would read and write all of them once more.
 
-Megatron-core's column-parallel layer hides the same traffic for one weight, but on CUDA only, and gathers once for each
-layer.
+Megatron-core's column-parallel layer hides the same traffic for one weight, but on CUDA only, and gathers once for
+each layer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from hybridtron.parallel.accumulate import weight_gradient
 
 @dataclass(frozen=True)
 class Entry:
-    """How a mixer's input comes to every rank of a group, of which None is one of a single rank, and what goes out.
+    """Communication and splitting of a mixer's products: the tensor-parallel group, and the parts of each product.
 
-    `sequence` says that each rank has a share of the tokens. `sizes` are the channels of the parts of each product.
+    `group` is None for a single rank. `sequence`: each rank holds some of the tokens, so they are gathered. `again`:
+    they are gathered again in backward instead of being saved. `sizes`: for each product the channels of its parts.
     """
 
     group: dist.ProcessGroup | None
@@ -40,11 +41,14 @@ class Entry:
 
 
 class EnteredProducts(torch.autograd.Function):
+    """Products of one input with several weights; returns every part of every product, in order."""
+
     @staticmethod
     def forward(ctx: Any, x_LBD: Tensor, entry: Entry, *weights: Tensor) -> tuple[Tensor, ...]:
         whole_LBD, _ = _gathered(x_LBD, entry) if entry.sequence else (x_LBD, None)
-        ctx.entry, ctx.weights = entry, weights  # themselves, as in accumulate.py
-        learns = any(ctx.needs_input_grad[2:])  # for the gradient of frozen weights nothing is kept
+        # The weights themselves: a saved tensor may come back as another object, without `main_grad`.
+        ctx.entry, ctx.weights = entry, weights
+        learns = any(ctx.needs_input_grad[2:])  # frozen weights need no saved input
         ctx.save_for_backward(None if not learns else x_LBD if entry.again else whole_LBD)
         each = zip(weights, entry.sizes, strict=True)
         return tuple(part for weight, sizes in each for part in functional.linear(whole_LBD, weight).split(sizes, -1))
@@ -80,7 +84,7 @@ class EnteredProducts(torch.autograd.Function):
 
 
 def _gathered(x_LBD: Tensor, entry: Entry, in_background: bool = False) -> tuple[Tensor, Any]:
-    """All ranks' tokens; in the background they are there when the handle was waited for."""
+    """All-gather the tokens. With `in_background` the result is valid only after waiting for the returned handle."""
     length, *others = x_LBD.shape
     whole_LBD = x_LBD.new_empty(length * dist.get_world_size(entry.group), *others)
     handle = dist.all_gather_into_tensor(whole_LBD, x_LBD.contiguous(), group=entry.group, async_op=in_background)
@@ -88,7 +92,10 @@ def _gathered(x_LBD: Tensor, entry: Entry, in_background: bool = False) -> tuple
 
 
 def _summed(dx_LBD: Tensor, entry: Entry) -> tuple[Tensor, Any]:
-    """The sum over ranks, of this rank's share of the tokens or of all, there when the handle was waited for."""
+    """Reduce dx over the ranks; the result is valid after waiting for the returned handle.
+
+    Under sequence parallelism this is a reduce-scatter over tokens, otherwise an all-reduce.
+    """
     if entry.group is None:
         return dx_LBD, None
     if not entry.sequence:

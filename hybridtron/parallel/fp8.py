@@ -1,21 +1,21 @@
-"""FP8 products, emulated on any device: values are rounded as FP8 does, and multiplied in fp32.
+"""Emulated FP8 products for any device: values are rounded as FP8 does, then multiplied in fp32.
 
     y = q(x) q(W)^T        dx = q(dy) q(W)        dW = q(dy)^T q(x)            q(t) = round(clamp(t s)) / s
 
-`round` goes to the nearest value of a format of eight bits, e4m3 (up to 448) for x and W, e5m2 (up to 57344) for dy.
-Values beyond the range are set to its end, so an infinite one too; nan stays nan. Every s fills the range, by the
-rules of Transformer Engine 2.x and its defaults:
+`round` goes to the nearest value of an eight-bit format: e4m3 (up to 448) for x and W, e5m2 (up to 57344) for dy.
+Values beyond the range are set to its end, infinities too; nan stays nan. Every scale s fills the range, by the rules
+of Transformer Engine 2.x and its defaults:
 
-    fp8_delayed   s = range / greatest |t| of the last steps, fixed within a step (`fp8_statistics.py`); 1 at the start
-    fp8_current   s = range / greatest |t|, of this very tensor; a tensor-parallel rank's share of W or dy is its own
+    fp8_delayed   s = range / largest |t| of the last steps, fixed within a step (`fp8_statistics.py`); 1 at the start
+    fp8_current   s = range / largest |t| of this very tensor; each tensor-parallel rank scales its shard of W or dy
     fp8_block     s for each tile, rounded down to a power of two: x and dy in runs of 128 along the axis that is summed
                   over (so they are rounded once for each of their two products), W in tiles of 128 x 128; all in e4m3
 
-s is 1 for zeros, and where the greatest value is infinite. Products are summed in fp32 and rounded to the type of x, as
-W's gradient is to that of W; a tensor core sums the same exact products in an order of its own. Rounded tensors are
-kept for the backward pass in one byte a value. This is not fast, and no kernel of a device is used.
+s is 1 for zeros, and where the largest value is infinite. Products are summed in fp32 and rounded to the type of x,
+and W's gradient to that of W; a tensor core sums the same exact products in an order of its own. Rounded tensors are
+saved for the backward pass with one byte per value. This is not fast and uses no FP8 hardware.
 
-T tokens of all rows, I input features, O output features.
+Legend: T tokens of all rows, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TILE = 128
 
 
 class Role(IntEnum):
-    """What a rounded tensor is in its product, and its row in the statistics."""
+    """Role of a rounded tensor in its product; also its row in the statistics."""
 
     x = 0
     weight = 1
@@ -50,14 +50,14 @@ FORMATS = {Role.x: E4M3, Role.weight: E4M3, Role.dy: E5M2}
 
 @dataclass(frozen=True)
 class Fp8:
-    """How a run's large projections multiply: which rule, in which sub-layers, by emulation or Transformer Engine."""
+    """Settings of FP8 products: the scaling recipe, the sub-layers that use it, and emulation or Transformer Engine."""
 
     recipe: Precision
-    layers: range  # those of the others stay in bf16
+    layers: range  # projections of the other sub-layers stay in bf16
     history: int = 1024
     emulate: bool = True
-    cache_weights: bool = False  # what `forget` ends
-    group: ProcessGroup | None = None  # whose greatest values delayed scaling shares; None without any groups
+    cache_weights: bool = False  # keep rounded weights until `forget`
+    group: ProcessGroup | None = None  # ranks whose maxima delayed scaling combines; None without process groups
 
     @property
     def delayed(self) -> bool:
@@ -65,13 +65,13 @@ class Fp8:
 
 
 class Rounded(NamedTuple):
-    """A tensor in FP8, and what its values are multiplied by to be those of the tensor; as many axes as it has."""
+    """An FP8 tensor, and the inverse scale that maps its values back; `inverse` has one entry, or one per tile."""
 
     values: Tensor
     inverse: Tensor
 
     def floats(self) -> Tensor:
-        """The tensor as FP8 has it, in fp32."""
+        """Return the rounded tensor in fp32."""
         values = self.values.float()
         if self.inverse.dim() == 0:
             return values * self.inverse
@@ -80,22 +80,24 @@ class Rounded(NamedTuple):
 
 
 class CachedWeight:
-    """A projection that can keep its rounded weight over passes in which the weight is the same."""
+    """A projection that can cache its rounded weight as long as the weight stays the same."""
 
     def forget(self) -> None:
-        """The weight may be another from here on."""
+        """Drop the cached weight, because the weight may have changed."""
         raise NotImplementedError
 
 
 class Slots(NamedTuple):
-    """What delayed scaling keeps of a projection, by role: greatest |t| of this step so far, and s of this step."""
+    """Delayed scaling's values for one projection, by role: the largest |t| of this step so far, and this step's
+    scale.
+    """
 
     greatest_3: Tensor
     scale_3: Tensor
 
 
 class Part(NamedTuple):
-    """A rectangle of the statistics, for a checkpoint: its key, the whole one's shape, where it lies, its entries."""
+    """Rectangle of the FP8 statistics for a checkpoint: its key, the full shape, its offset and its data."""
 
     key: str
     shape: tuple[int, ...]
@@ -104,38 +106,43 @@ class Part(NamedTuple):
 
 
 class ScalingStatistics:
-    """What an engine asks of the products' statistics; those that are kept nowhere, unless a subclass keeps some."""
+    """Interface through which an engine drives FP8 statistics. The base class keeps none."""
 
     def step(self) -> AbstractContextManager[Any]:
-        """Around the forward and backward passes of a step."""
+        """Return a context for the forward and backward passes of one step."""
         return nullcontext()
 
     def evaluation(self) -> AbstractContextManager[Any]:
-        """Around forward passes that leave no trace."""
+        """Return a context for forward passes that must leave the statistics unchanged."""
         return nullcontext()
 
     def settle(self, accepted: bool) -> None:
-        """After the step was accepted or refused."""
+        """Update the statistics after an accepted step, or discard those of a refused one."""
 
     def parts(self) -> Iterable[Part]:
-        """All that the next step depends on, as views: `fp8_history.NAME` (3, H) and `fp8_scale.NAME` (3,)."""
+        """Return all statistics that the next step depends on, as views: `fp8_history.NAME` (3, H) and
+        `fp8_scale.NAME` (3,).
+        """
         return ()
 
 
 def scale_of(greatest: Tensor, largest: float) -> Tensor:
-    """What fills the range of a format; 1 for zeros, and where the greatest value is infinite."""
+    """Return the scale that maps the largest value to the end of a format's range; 1 if it is zero or infinite."""
     scale = (largest / greatest).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((greatest == 0) | torch.isinf(greatest), 1.0, scale)
 
 
 def round_by(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:
-    """A tensor rounded to a format by one scale."""
+    """Round a tensor to a format, with one scale."""
     largest = torch.finfo(dtype).max
     return Rounded((tensor.float() * scale).clamp_(-largest, largest).to(dtype), 1 / scale)
 
 
 def round_tiles(tensor: Tensor, tiles: tuple[int, int], dtype: torch.dtype) -> Rounded:
-    """A matrix rounded to a format, every tile of this size by a power of two of its own."""
+    """Round a matrix to a format, with a power of two as the scale of each tile.
+
+    Raises ValueError if the tile size does not divide the shape.
+    """
     if any(size % tile for size, tile in zip(tensor.shape, tiles, strict=True)):
         wanted = f"{tiles[0]} x {tiles[1]}"
         raise ValueError(
@@ -149,27 +156,27 @@ def round_tiles(tensor: Tensor, tiles: tuple[int, int], dtype: torch.dtype) -> R
 
 
 def _tiled(matrix: Tensor, tiles: tuple[int, ...] | list[int]) -> Tensor:
-    """(rows of tiles, rows in one, columns of tiles, columns in one)"""
+    """Return a matrix as a view (tile rows, rows per tile, tile columns, columns per tile)."""
     down, across = (max(1, tile) for tile in tiles)
     return matrix.contiguous().view(matrix.shape[0] // down, down, matrix.shape[1] // across, across)
 
 
 def _power_of_two_below(scale: Tensor) -> Tensor:
-    """The greatest power of two that is at most this; nan stays nan."""
+    """Return the largest power of two that does not exceed the scale; nan stays nan."""
     mantissa, exponent = torch.frexp(scale)
     return torch.where(mantissa.isnan(), scale, torch.ldexp(torch.ones_like(scale), exponent - 1))
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounds the tensors of one projection as its recipe says, and in training remembers their greatest values."""
+    """Rounds one projection's tensors by its recipe. In training it also records their largest values."""
 
     recipe: Precision
     slots: Slots
     training: bool
 
     def __call__(self, matrix: Tensor, role: Role, summed_axis: int = 1) -> Rounded:
-        """A matrix for a product that sums over this axis of it."""
+        """Round a matrix for a product that sums over `summed_axis`."""
         if self.recipe == Precision.fp8_block:
             run = (1, TILE) if summed_axis == 1 else (TILE, 1)
             return round_tiles(matrix, (TILE, TILE) if role is Role.weight else run, E4M3)
@@ -183,25 +190,29 @@ class Rounding:
         return round_by(matrix, self.slots.scale_3[role], dtype)
 
     def again(self, matrix: Tensor, role: Role, before: Rounded) -> Rounded:
-        """For the product that sums over tokens: what was rounded before, unless tiles lie along the summed axis."""
+        """Return a matrix rounded for the product that sums over tokens.
+
+        Only fp8_block rounds again, because its tiles lie along the summed axis; other recipes reuse `before`.
+        """
         return self(matrix, role, summed_axis=0) if self.recipe == Precision.fp8_block else before
 
 
 def _greatest(matrix: Tensor) -> Tensor:
-    """The greatest |t|, in fp32."""
+    """Return the largest |t|, in fp32."""
     low, high = torch.aminmax(matrix)
     return torch.maximum(-low, high).float()
 
 
 class _Product(torch.autograd.Function):
-    """x (T, I), W (O, I) -> y (T, O)."""
+    """Product of x (T, I) and W (O, I) -> y (T, O), with both rounded to FP8."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, rounding: Rounding, kept: Rounded | None) -> Tensor:
         x = rounding(x_TI, Role.x)
         weight = rounding(weight_OI, Role.weight) if kept is None else kept
         y_TO = x.floats() @ weight.floats().T
-        if rounding.training:  # of any number of tokens otherwise: tiles along them are of W's gradient alone
+        # Tiles along the tokens serve W's gradient alone, so without training the number of tokens is arbitrary.
+        if rounding.training:
             ctx.save_for_backward(*rounding.again(x_TI, Role.x, x), *weight)
             ctx.rounding, ctx.dtypes = rounding, (x_TI.dtype, weight_OI.dtype)
         return y_TO.to(x_TI.dtype)
@@ -229,7 +240,7 @@ class Fp8Linear(CachedWeight, nn.Module):
         self.slots = Slots(torch.zeros(3), torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        # what is evaluated without gradients leaves no trace in training
+        # A forward pass without gradients must not change the statistics or the cached weight.
         rounding = Rounding(self.fp8.recipe, self.slots, training=torch.is_grad_enabled())
         if rounding.training and self.fp8.cache_weights and self.rounded is None:
             self.rounded = rounding(self.weight.detach(), Role.weight)

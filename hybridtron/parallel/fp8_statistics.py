@@ -1,14 +1,14 @@
-"""What delayed scaling remembers: the greatest |x|, |W| and |dy| of every projection in the last steps.
+"""Statistics of delayed FP8 scaling: the largest |x|, |W| and |dy| of every projection over the last steps.
 
-    history_3H    by role; the first is the greatest of the step under way, the others those of the steps before it,
+    history_3H    by role; the first entry is the maximum of the current step, the others those of the steps before it,
                   the newest last (Transformer Engine's order)
     scale_3       range / max(history), as of the last accepted step
 
-Within a step scales are fixed and greatest values only rise, so that a forward pass that runs again (recomputation, the
-chunks of TBTT, micro-batches) changes nothing that it has not changed before. When the step is accepted they are
-raised to those of all tensor- and data-parallel ranks, which therefore hold the same: the greatest of a weight is that
-of the whole weight, whatever the layout. Then come the new scales, and the histories move on. A refused step leaves no
-trace, nor does an evaluation. A greatest value of zero, or one that is not finite, keeps the scale that there was.
+Within a step scales are fixed and maxima only rise. A forward pass that runs again (recomputation, the chunks of TBTT,
+micro-batches) therefore changes nothing that the first pass has not changed. When the step is accepted, maxima are
+reduced over all tensor- and data-parallel ranks, which therefore hold the same values: a weight's maximum is that of
+the full weight, in every layout. Then the new scales are computed, and the histories shift by one step. Refused steps
+and evaluations leave no trace. A maximum of zero, or one that is not finite, leaves the scale unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROLES = len(FORMATS)
 
 
 class Delayed(ScalingStatistics):
-    """The statistics of emulated projections, by the names of their weights; all in two tensors, for one collective."""
+    """Statistics of emulated projections, by weight name; kept in two tensors, so that one collective suffices."""
 
     def __init__(self, projections: Mapping[str, Fp8Linear], fp8: Fp8, device: torch.device) -> None:
         self.names, self.group = list(projections), fp8.group
@@ -58,7 +58,7 @@ class Delayed(ScalingStatistics):
 
 
 def statistics_of(modules: Iterable[tuple[str, Any]], fp8: Fp8 | None, device: torch.device) -> ScalingStatistics:
-    """The statistics of all projections among named modules."""
+    """Build the statistics for all FP8 projections among named modules."""
     if fp8 is None or not fp8.delayed:
         return ScalingStatistics()
     if not fp8.emulate:
@@ -68,12 +68,17 @@ def statistics_of(modules: Iterable[tuple[str, Any]], fp8: Fp8 | None, device: t
 
 
 def statistics_blocks(statistics: ScalingStatistics, writes: Callable[[str], bool]) -> list[Any]:
-    """For a checkpoint: each whole on every tensor- and data-parallel rank, of which one writes it."""
+    """Return the statistics as checkpoint blocks. They are replicated on tensor- and data-parallel ranks; one rank
+    writes each.
+    """
     return [block(part.key, part.shape, part.offset, part.data, writes(part.key)) for part in statistics.parts()]
 
 
 def known_blocks(blocks: Iterable[Any], shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
-    """Those that a checkpoint holds: projections that were in bf16 before start with an empty history."""
+    """Return the blocks that a checkpoint holds; projections that were in bf16 before start with an empty history.
+
+    Raises ConfigError if the checkpoint's history has another length than `precision.history`.
+    """
     known = [one for one in blocks if one.key in shapes]
     for one in known:
         if one.key.startswith("fp8_history.") and (held := shapes[one.key][1]) != one.global_shape[1]:

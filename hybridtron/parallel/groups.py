@@ -1,6 +1,7 @@
-"""Process groups: who shares a layer (tensor), who follows whom (pipeline), who reads other data (data).
+"""Process groups of a layout: tensor, pipeline, data and context parallel.
 
-Megatron-core keeps the groups in module globals; this file alone fills them, and hands on what others need as values.
+Megatron-core keeps the groups in module globals. Only this file creates them; it passes the ranks and groups that
+other files need as values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hybridtron.problems import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Groups:
-    """This process's place in the layout."""
+    """This process's place in the layout: its rank and group in each dimension."""
 
     tensor: TensorGroup
     pipeline_rank: int
@@ -44,23 +45,25 @@ class Groups:
 
     @property
     def copies(self) -> RankGroup:
-        """The ranks that hold the same share of the weights, and this one's place among them."""
+        """Ranks that hold the same shard of the weights (data times context parallel), and this rank's index among
+        them.
+        """
         context = self.context
         return RankGroup(self.data_size * context.size, self.data_rank * context.size + context.rank)
 
     @property
     def part(self) -> RowPart:
-        """What this rank reads of rows."""
+        """Part of each row that this rank reads."""
         return RowPart(self.context.rank, self.context.size)
 
     @property
     def mesh(self) -> Mesh:
-        """The dimensions over which weights and states are cut."""
+        """Dimensions over which weights and states are cut."""
         return {"tensor": self.tensor}
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for the run: it alone prints and writes what all share."""
+        """True on rank 0, which alone prints and writes the run's files."""
         return self.rank == 0
 
 
@@ -71,9 +74,10 @@ def start(
     fake: bool = False,
     timeout_s: float = 1800,
 ) -> Groups:
-    """Join the other processes and form the groups of the layout; `fake` plays one rank of many, alone.
+    """Join the other processes, form the process groups of the layout, and return this process's place.
 
-    The others may take `timeout_s` to come, and any operation among them as long, in the groups' whole minutes.
+    With `fake` a single process acts as one rank of many, without communication. `timeout_s` limits how long the
+    others may take to join, and also how long any collective may take (rounded up to full minutes).
     """
     launch = launch or launched()
     with megatron_context():
@@ -118,27 +122,30 @@ def _join(launch: ProcessLaunch, init_method: str, fake: bool, timeout: timedelt
 
 
 def _check_meeting_place(environment: Mapping[str, str]) -> None:
-    """torchrun sets by itself where ranks rendezvous; srun does not."""
+    """Raise ConfigError if the rendezvous address is not set; torchrun sets it, srun does not."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
         cure = "export the first node's address and a free port, or submit with hybridtron submit, whose script does"
         raise ConfigError([Problem(name, f"is not set, so that ranks can't connect: {cure}") for name in missing])
 
 
 def stop() -> None:
-    """Leave the groups, so that others can be formed."""
+    """Destroy the groups, so that others can be formed."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def barrier() -> None:
-    """Wait until every process has come here."""
+    """Wait until every process has reached this call."""
     if dist.get_world_size() > 1:
         dist.barrier()
 
 
 def all_reduce_max(values: list[float]) -> list[float]:
-    """The greatest of each value over all processes. It goes over gloo, so that no process waits for its device."""
+    """Return the maximum of each value over all processes.
+
+    The reduction runs over gloo, so that no process waits for its device.
+    """
     if dist.get_world_size() == 1:
         return values
     found = torch.tensor(values, dtype=torch.float64)
@@ -147,5 +154,5 @@ def all_reduce_max(values: list[float]) -> list[float]:
 
 
 def host_pids() -> list[tuple[str, int]]:
-    """Machine and process id of every rank."""
+    """All-gather the host name and process id of every rank."""
     return [(host, process) for host, process in all_gather_values([socket.gethostname(), os.getpid()])]

@@ -1,14 +1,14 @@
-"""The layers that mixers are built from, cut over tensor-parallel ranks by megatron-core.
+"""Linear layers for mixers, sharded over tensor-parallel ranks by megatron-core.
 
-A column-parallel layer makes outputs that stay on their rank; a row-parallel layer takes such inputs and sums over
-ranks. Between them a mixer works on its rank's share of channels or heads and needs to know nothing else:
+A column-parallel layer's outputs stay on their rank. A row-parallel layer takes such inputs and sums over ranks.
+Between them a mixer works on its rank's channels or heads and needs to know nothing else:
 
     x = enter(x_LBD, tensor)               all tokens on every rank; in backward the ranks' gradients are summed
     y = self.out_proj(act(self.in_proj(x)))
 
-Where projections are all that read the input, `projected` makes them from it together (`entered.py`).
-Under sequence parallelism x_LBD holds a rank's share of the tokens: `enter` gathers them, a row-parallel layer hands
-them out again. On one rank all of this is plain matrix products. Weights are left uninitialised (`model/init.py`).
+Where only projections read the input, `projected` computes them together (`entered.py`). Under sequence parallelism
+x_LBD holds this rank's tokens: `enter` gathers them, and a row-parallel layer scatters them again. On one rank all of
+this is plain matrix products. Weights are left uninitialised (`model/init.py` fills them).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from hybridtron.parallel.transformer_engine import local_linear
 
 @dataclass(frozen=True)
 class Products:
-    """Whose matrix products projections are; with `fp8` the large ones, which the parameter table marks, are its."""
+    """Backend of the linear layers: megatron-core, Transformer Engine or FP8 for large projections (`fp8`)."""
 
     transformer_engine: bool = False
     fp8: Fp8 | None = None
-    accumulate: bool = False  # Transformer Engine's add the gradients of weights to a step's sums
+    accumulate: bool = False  # Transformer Engine's layers add weight gradients to Megatron's buffers
 
     @property
     def are_megatrons(self) -> bool:
-        """Not another package's, and not of FP8."""
+        """True for megatron-core's own products, neither Transformer Engine's nor FP8."""
         return not self.transformer_engine and self.fp8 is None
 
 
@@ -59,22 +59,22 @@ MEGATRON = Products()
 
 @dataclass(frozen=True)
 class TensorGroup(RankGroup):
-    """The ranks that share every layer between them, and this one's place among them; whose layers they use."""
+    """Tensor-parallel ranks that divide every layer, this rank's index, and the backend of their layers."""
 
     sequence: bool = False
     products: Products = MEGATRON
-    regather: bool = False  # what enters a mixer is gathered again in backward, and not kept
+    regather: bool = False  # gather a mixer's input again in backward instead of saving it
 
     def whole(self) -> TensorGroup:
-        """For a weight that each of these ranks holds whole."""
+        """Return a single-rank group with the same backend, for a weight that every rank replicates."""
         return TensorGroup(products=self.products)
 
     def without_fp8(self) -> TensorGroup:
-        """For projections that stay in the stream's precision."""
+        """Return the group without FP8, for projections that stay in the stream's precision."""
         return self if self.products.fp8 is None else replace(self, products=replace(self.products, fp8=None))
 
     def of_layer(self, index: int) -> TensorGroup:
-        """For a sub-layer of the model, which may be one of those that stay in bf16."""
+        """Return the group for the sub-layer at `index`, without FP8 if that sub-layer stays in bf16."""
         fp8 = self.products.fp8
         return self if fp8 is None or index in fp8.layers else self.without_fp8()
 
@@ -83,26 +83,26 @@ SINGLE_RANK = TensorGroup()
 
 
 class PlainLinear(nn.Module):
-    """x @ weight.T, without a bias: no projection of these models has one."""
+    """Product x @ weight.T on one rank. No projection of these models has a bias."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor | None) -> Tensor:
-        """Without an input its weight, as `ColumnParallel`."""
+        """Return the product, or the weight itself if x is None (see `projected`)."""
         return self.weight if x is None else product(x, self.weight)
 
 
 class BranchingLinear(PlainLinear):
-    """The input too, for what uses it besides."""
+    """Linear layer that returns its input too, for a second consumer; see `ops/product/branch.py`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return branch(LinearInputs(x, self.weight))
 
 
 class ColumnParallel(ColumnParallelLinear):
-    """Megatron-core's column-parallel layer. Its input has passed `enter`, so it leaves gradients of it unsummed."""
+    """Megatron-core's column-parallel layer. Its input has passed `enter`, which sums input gradients over ranks."""
 
     def __init__(self, in_features: int, out_features: int, tensor: TensorGroup) -> None:
         config = layer_config(tensor.size, sequence=False)
@@ -117,7 +117,7 @@ class ColumnParallel(ColumnParallelLinear):
         )
 
     def forward(self, x: Tensor | None) -> Tensor:
-        """Without an input its weight, for `projected`: before the call Megatron may not have gathered it."""
+        """Return the product, or the weight if x is None: a call makes Megatron wait for its all-gather."""
         assert self.weight is not None
         if x is None:
             return self.weight
@@ -125,7 +125,7 @@ class ColumnParallel(ColumnParallelLinear):
 
 
 class RowParallel(RowParallelLinear):
-    """Megatron-core's row-parallel layer: the ranks' outputs are summed, and scattered by tokens if `sequence`."""
+    """Megatron-core's row-parallel layer: outputs are summed over ranks, and scattered by tokens if `sequence`."""
 
     sums_inside = True
 
@@ -151,34 +151,33 @@ class RowParallel(RowParallelLinear):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T."""
+    """Return x weight^T, with the weight's gradient accumulated in place if the weight is marked for that."""
     return AccumulatedLinear.apply(x, weight) if accumulates(weight) else linear(LinearInputs(x, weight))  # type: ignore[return-value]
 
 
 def accumulate_in_products(model: nn.Module) -> None:
-    """From now on products add the gradients of these layers' weights to the step's sums, which Megatron has made."""
+    """Mark these layers' weights, so that products add gradients to Megatron's existing buffers."""
     for module in model.modules():
         if type(module) in (PlainLinear, ColumnParallel, RowParallel):
             setattr(module.weight, MARK, True)
 
 
 def column_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
-    """Each rank makes its own share of the outputs."""
+    """Build a layer that computes this rank's slice of the outputs."""
     if tensor.size > 1 and tensor.products.are_megatrons:
         return ColumnParallel(in_features, out_features, tensor)
     return _product(in_features, tensor.share(out_features), tensor.products)
 
 
 def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
-    """Each rank holds its own share of the inputs; the outputs are summed and return to the stream."""
+    """Build a layer that takes this rank's slice of the inputs and sums the outputs over ranks."""
     return _summed(in_features, out_features, tensor, tensor.sequence)
 
 
 def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
-    """As `row_parallel`, for use between `enter` and the row-parallel layer: every rank gets all outputs of all tokens.
+    """Build a row-parallel layer for use inside a mixer by `beside`: every rank gets all outputs of all tokens.
 
-    What follows uses them for its own channels only, so their gradients are partial until `sum_gradients`. It is never
-    one of the large projections, which multiply in FP8. Called by `beside`.
+    Each rank uses them for its own channels only, so their gradients are partial until `sum_gradients`. Never in FP8.
     """
     if tensor.size == 1 and not tensor.products.transformer_engine:
         return BranchingLinear(in_features, out_features)
@@ -186,14 +185,17 @@ def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup
 
 
 def beside(projection: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What is projected, for its other use, whose gradient is that use's alone; and the product."""
+    """Return the input (for its second consumer) and its projection.
+
+    The product adds its gradient in place to the second consumer's, which must be a tensor of its own.
+    """
     return projection(x) if isinstance(projection, BranchingLinear) else (x, projection(x))
 
 
 def row_parallel_by_channel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
-    """As `row_parallel`, but each rank gets the sums of its own share of the outputs, for all tokens.
+    """Build a row-parallel layer that reduce-scatters its outputs by channel, for all tokens.
 
-    What is elementwise in the outputs can follow on the ranks' shares, before `leave`.
+    Elementwise functions of the outputs can follow on each rank's channels, before `leave`.
     """
     layer = _product(tensor.share(in_features), out_features, tensor.products)
     if tensor.size > 1:
@@ -214,12 +216,12 @@ def _summed(in_features: int, out_features: int, tensor: TensorGroup, sequence: 
 
 
 def _sum_over_ranks(sequence: bool) -> Callable[..., Tensor]:
-    """Of what each has of the outputs; scattered by tokens if `sequence`."""
+    """Return the collective that sums outputs: reduce-scatter by tokens if `sequence`, otherwise all-reduce."""
     return reduce_scatter_to_sequence_parallel_region if sequence else reduce_from_tensor_model_parallel_region
 
 
 def _product(in_features: int, out_features: int, products: Products) -> nn.Module:
-    """One rank's product, without a bias."""
+    """Build one rank's linear layer for the backend, without a bias."""
     if products.fp8 is not None and products.fp8.emulate:
         return Fp8Linear(in_features, out_features, products.fp8)
     if not products.are_megatrons:
@@ -228,7 +230,7 @@ def _product(in_features: int, out_features: int, products: Products) -> nn.Modu
 
 
 def enter(x_LBD: Tensor, tensor: TensorGroup) -> Tensor:
-    """From the residual stream into a mixer: all tokens on every rank."""
+    """Bring the residual stream into a mixer: all tokens on every rank; in backward gradients are summed."""
     if tensor.size == 1:
         return x_LBD
     if tensor.sequence:
@@ -238,21 +240,23 @@ def enter(x_LBD: Tensor, tensor: TensorGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class InParts:
-    """A projection whose product is handed out in parts of its channels."""
+    """Projection whose output is split into parts of these channel counts."""
 
     projection: nn.Module
     sizes: Sequence[int]
 
 
 def projected(x_LBD: Tensor, tensor: TensorGroup, *projections: nn.Module | InParts) -> tuple[Tensor, ...]:
-    """What column-parallel layers make of the residual stream, part by part. In backward the sum over ranks of the
-    stream's gradient runs beside the weights' gradients, and on a GPU the gradients of parts, and of several
-    projections, are not joined or added up but by the products; unless these are another package's or of FP8.
+    """Apply column-parallel projections to the residual stream, and return their outputs part by part.
+
+    In backward the stream's gradient is reduced over ranks while the weights' gradients are computed. On a GPU
+    products accumulate the gradients of parts and of several projections, which are not concatenated or added first.
+    Both need megatron-core's products; with adapters, Transformer Engine or FP8 each projection is called separately.
     """
     cuts = [each if isinstance(each, InParts) else InParts(each, ()) for each in projections]
     joined = len(cuts) > 1 or any(cut.sizes for cut in cuts)
     by_itself = tensor.size > 1 or (joined and x_LBD.is_cuda and not torch.compiler.is_compiling())
-    adapted = any(adapter_of(cut.projection) is not None for cut in cuts)  # they read what enters, too
+    adapted = any(adapter_of(cut.projection) is not None for cut in cuts)  # adapters read the gathered input, too
     if adapted or not (by_itself and tensor.products.are_megatrons):
         x_LBD = enter(x_LBD, tensor)
         made = ((cut.projection(x_LBD), cut.sizes) for cut in cuts)
@@ -265,8 +269,10 @@ def projected(x_LBD: Tensor, tensor: TensorGroup, *projections: nn.Module | InPa
 
 
 def leave(y_LBC: Tensor, tensor: TensorGroup) -> Tensor:
-    """From shares of the channels back to the residual stream. With the scattered sums before it this sends what one
-    sum over ranks sends; under sequence parallelism, where channels are exchanged for tokens, 1 / ranks of it more.
+    """Return from this rank's channels to the residual stream: all channels, of all tokens or of this rank's.
+
+    With `row_parallel_by_channel` this sends as much as one all-reduce. Under sequence parallelism, where an
+    all-to-all exchanges channels for tokens, it sends 1 / ranks more than one reduce-scatter.
     """
     if tensor.size == 1:
         return y_LBC
@@ -277,12 +283,12 @@ def leave(y_LBC: Tensor, tensor: TensorGroup) -> Tensor:
 
 
 def sum_gradients(x: Tensor, tensor: TensorGroup) -> Tensor:
-    """The same on every rank going forward; in backward the ranks' partial gradients are summed."""
+    """Return x unchanged; in backward all-reduce its partial gradients."""
     return x if tensor.size == 1 else copy_to_tensor_model_parallel_region(x, group=tensor.group)
 
 
 def sum_shares(x: Tensor, tensor: TensorGroup) -> Tensor:
-    """The sum of what the ranks have, on every rank; what it is used for on each sends its gradient to all of them."""
+    """All-reduce x, so that every rank has the sum; in backward the ranks' gradients are all-reduced too."""
     if tensor.size == 1:
         return x
     own = x.clone(memory_format=torch.contiguous_format)  # Megatron sums in place
@@ -290,4 +296,4 @@ def sum_shares(x: Tensor, tensor: TensorGroup) -> Tensor:
 
 
 def leave_unfilled(weight: Tensor) -> None:
-    """Megatron's layers ask for an initialiser; ours are filled by `model/init.py`."""
+    """Do nothing: Megatron's layers require an initialiser, but `model/init.py` initialises the weights."""

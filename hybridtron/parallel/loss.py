@@ -1,12 +1,12 @@
-"""The head of the model, and the loss that is taken from it without its logits, over a vocabulary that may be cut.
+"""Output head and cross entropy over a sharded vocabulary, without materializing the logits.
 
     loss = sum over unmasked tokens of  lse - logits[label] + z_loss * lse^2,   lse = log sum_v exp(logits[v])
 
-Each rank multiplies with its own share of the vocabulary; the ranks then exchange one maximum, one sum and one picked
-logit per token, and never a logit more. The gradient of the head's input is summed over them as that of any
-column-parallel layer is: where the input entered.
+Each rank multiplies with its own shard of the vocabulary; then the ranks exchange one maximum, one sum and one label
+logit per token, but no other logits. The gradient of the head's input is summed over ranks where the input entered, as
+for any column-parallel layer.
 
-Legend: L tokens, B rows, D width, C the tokens whose logits are made together, V this rank's share of the vocabulary.
+Legend: L tokens, B rows, D width, C tokens whose logits are computed together, V this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from hybridtron.parallel.linear import TensorGroup, enter
 
 
 class Head(nn.Module):
-    """The weight of the last product. Being called, it hands it out: before that Megatron may not have gathered it."""
+    """Weight of the output head. A call returns it, because only the call makes Megatron wait for the weight's
+    all-gather.
+    """
 
     def __init__(self, width: int, vocab_size: int, tensor: TensorGroup) -> None:
         super().__init__()
@@ -38,9 +40,10 @@ class Head(nn.Module):
 def linear_cross_entropy(
     x_LBD: Tensor, weight_VD: Tensor, labels_LB: Tensor, mask_LB: Tensor, z_loss: float, tensor: TensorGroup
 ) -> Loss:
-    """As `ops.loss.linear_cross_entropy`, for a share of the vocabulary; the same numbers on every rank.
+    """Return the loss of a head over this rank's vocabulary shard; the same numbers on every rank.
 
-    `x_LBD` is the stream, of which a rank may hold a share of the tokens; labels and mask are of all.
+    `x_LBD` is the residual stream, which under sequence parallelism holds this rank's tokens only. Labels and mask are
+    those of all tokens.
     """
     x_LBD = enter(x_LBD, tensor)
     share = None
@@ -50,7 +53,7 @@ def linear_cross_entropy(
 
 
 def whole_vocabulary(logits_BV: Tensor, tensor: TensorGroup) -> Tensor:
-    """The logits of all ranks' shares of the vocabulary, on every rank; without gradients."""
+    """All-gather the logits of the full vocabulary, without gradients."""
     if tensor.size == 1:
         return logits_BV
     shares = [torch.empty_like(logits_BV) for _ in range(tensor.size)]
@@ -59,7 +62,7 @@ def whole_vocabulary(logits_BV: Tensor, tensor: TensorGroup) -> Tensor:
 
 
 def likeliest(x_LBD: Tensor, weight_VD: Tensor, tensor: TensorGroup) -> Tensor:
-    """The token of the largest logit at each place, (L, B); without gradients."""
+    """Return the token with the largest logit at each position, (L, B), without gradients."""
     greatest_LB, token_LB = functional.linear(enter(x_LBD, tensor), weight_VD).max(-1)
     if tensor.size == 1:
         return token_LB
@@ -71,7 +74,7 @@ def likeliest(x_LBD: Tensor, weight_VD: Tensor, tensor: TensorGroup) -> Tensor:
 
 
 def _joined(own: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSums:
-    """The sums over all shares of the vocabulary."""
+    """Combine the softmax sums of all vocabulary shards."""
     greatest_C = own.greatest_C.clone()
     dist.all_reduce(greatest_C, op=dist.ReduceOp.MAX, group=group)
     exchanged_2C = torch.stack([own.sum_C * (own.greatest_C - greatest_C).exp(), own.picked_C])

@@ -1,4 +1,4 @@
-"""Our configuration in Megatron-core's terms, and its names that changed. No other file builds one of its configs."""
+"""Translates our configuration into Megatron-core's. No other file builds a config of Megatron-core."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from hybridtron.device import compute_device
 
 
 def layer_config(tensor: int, sequence: bool) -> ModelParallelConfig:
-    """What one parallel linear layer must know."""
+    """Return the config of one parallel linear layer."""
     return ModelParallelConfig(
         tensor_model_parallel_size=tensor,
         sequence_parallel=sequence,
         params_dtype=torch.get_default_dtype(),
-        use_cpu_initialization=True,  # weights are made where torch's device context says
+        use_cpu_initialization=True,  # torch's device context decides where weights are allocated
         perform_initialization=False,  # model/init.py fills them
         gradient_accumulation_fusion=False,
     )
 
 
 def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel: ParallelConfig) -> TransformerConfig:
-    """What Megatron's schedules and data parallelism must know of a model that is not built of its layers.
+    """Return the config that Megatron's schedules and data parallelism need for our model.
 
-    `sent` is the type of what goes from stage to stage. The layer and head counts are placeholders that its checks
-    accept.
+    `sent` is the type of the tensors sent between stages. The model is not built of Megatron's layers, so layer and
+    head counts are placeholders that pass Megatron's checks.
     """
     interleaved, on_cuda = parallel.virtual_pipeline > 1, compute_device().type == "cuda"
     return TransformerConfig(
@@ -61,7 +61,7 @@ def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel:
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=interleaved and on_cuda,
-        # Over gloo, batched sends and receives of interleaved stages get each other's messages.
+        # Over gloo, batched sends and receives of interleaved stages receive messages meant for one another.
         batch_p2p_comm=on_cuda and not interleaved,
         batch_p2p_sync=False,  # streams are in order: the host need not wait for each exchange
     )
@@ -70,7 +70,9 @@ def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel:
 def data_parallel_config(
     parallel: ParallelConfig, gradients: KeptFormat, dtype: torch.dtype
 ) -> DistributedDataParallelConfig:
-    """Gradients of bf16 weights are added up as `gradients` says, others in the type of their weights."""
+    """Return the data-parallel config. Gradients of bf16 weights are summed as `gradients` says, others in their own
+    type.
+    """
     return DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.distributed_optimizer,
         grad_reduce_in_fp32=dtype == torch.bfloat16 and gradients == KeptFormat.fp32,
@@ -80,7 +82,7 @@ def data_parallel_config(
 
 
 def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -> OptimizerConfig:
-    """AdamW. The learning rate is set at each step."""
+    """Return the config of AdamW. Its learning rate is a placeholder, because each step sets its own."""
     return OptimizerConfig(
         optimizer="adam",
         lr=1.0,
@@ -97,6 +99,9 @@ def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.
 
 
 def gradients_for_norm(optimizer: Any) -> list[Tensor]:
-    """What counts in the norm on this rank: none twice. The method has another name since megatron-core 0.19."""
+    """Return the gradients that count in the norm on this rank, each once over all ranks.
+
+    Megatron-core 0.19 renamed the method.
+    """
     newer = getattr(optimizer, "get_grads_for_grad_norm", None)
     return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()

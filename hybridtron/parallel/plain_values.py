@@ -1,11 +1,10 @@
-"""Messages between ranks beside tensors of known shapes: plain values as JSON, tensors by name as their bytes.
+"""Messages between ranks without pickle: plain values as JSON, and named tensors as bytes.
 
-torch's own collectives for objects pickle them, and unpickling runs what a peer sends. A peer is any process that
-reaches the ports of a job, so nothing here does more than read numbers and text. Messages go over gloo, in the memory
-of the host.
+torch's own collectives for objects pickle them, and unpickling runs code that a peer sends. A peer is any process that
+reaches the ports of a job, so this file only parses numbers and text. Messages travel over gloo, in host memory.
 
-A plain value is None, a truth value, a number, text, a list or a dictionary with texts as keys. A tuple arrives as a
-list, on one process too.
+A plain value is None, a boolean, a number, text, a list, or a dictionary with string keys. A tuple arrives as a list,
+even with one process.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ TYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfl
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The plain values that all processes of a group bring, by rank."""
+    """All-gather plain values over a group; return them by rank."""
     return [json.loads(_text(sent)) for sent in _all_gather_bytes(_bytes(value), group)]
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """The plain value of one process of a group, named by its rank among all, on every one."""
+    """Broadcast a plain value from the process with global rank `source` to its group, and return it on every rank."""
     sent = _bytes(value)
     if dist.get_world_size(group) > 1:
         size = torch.tensor([sent.numel()])
@@ -41,7 +40,7 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = N
 def all_gather_tensors(
     tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> list[dict[str, Tensor]]:
-    """The tensors that all processes of a group bring, on the CPU, by rank and name; names and shapes may differ."""
+    """All-gather named tensors over a group to the CPU, by rank and name. Names and shapes may differ between ranks."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     described = all_gather_values(
         [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in on_cpu.items()], group
@@ -64,7 +63,7 @@ def _taken_apart(sent: Tensor, described: Sequence[tuple[str, str, list[int]]]) 
 
 
 def _all_gather_bytes(sent: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Bytes of different numbers: the shorter ones are sent with room behind them."""
+    """All-gather byte tensors of different lengths; shorter ones are padded for the transfer."""
     count = dist.get_world_size(group)
     if count == 1:
         return [sent]

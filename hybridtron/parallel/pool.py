@@ -1,8 +1,8 @@
-"""Run a function on n processes of this machine, which talk over gloo: layouts without a cluster, a GPU or a launcher.
+"""Runs a function on n gloo processes of this machine: layouts without a cluster, a GPU or a launcher.
 
-They are forked from a server that has imported torch and megatron-core once, and fork again for every job: what a job
-leaves behind (groups, threads, settings) is gone with its process, and nothing is torn down that could fail in that.
-A job that fails raises the traceback of the process that failed first, and its processes are replaced.
+Workers are forked from a server that has imported torch and megatron-core once, and each forks again for every job.
+All state of a job (groups, threads, settings) ends with its process, so there is no teardown that could fail. A failed
+job raises the traceback of the process that failed first, and its workers are replaced.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from hybridtron.parallel import groups
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.rendezvous import LOOPBACK
 
-GRACE_S = 3.0  # what the others of a failed job get to fail too
-START_S = 120.0  # what new processes get to import what they need
+GRACE_S = 3.0  # after a failure, time for the job's other processes to report theirs
+START_S = 120.0  # time for new processes to import their modules
 
 
 class WorkerError(RuntimeError):
-    """A job failed; the text ends in the traceback of its process."""
+    """Raised when a job fails; the message ends with the traceback of the failed process."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A process's place in a job: what its function gets as its first argument."""
+    """A process's place in a job; the first argument of the job's function."""
 
     rank: int
     world_size: int
     meeting_file: str
-    gpu: str = ""  # the one that the process sees, as CUDA_VISIBLE_DEVICES names it
+    gpu: str = ""  # value of CUDA_VISIBLE_DEVICES
 
     @contextmanager
     def groups(self, parallel: ParallelConfig) -> Iterator[Groups]:
-        """The groups of a layout over the processes of this job, in the context that megatron-core needs.
+        """Form the process groups of a layout over this job, within megatron-core's context.
 
-        They end with the process, and not before.
+        The groups live until the process ends.
         """
         with megatron_context():
             yield groups.start(parallel, f"file://{self.meeting_file}", ProcessLaunch(self.rank, self.world_size))
@@ -65,9 +65,9 @@ class _Worker:
 
 
 class Pool:
-    """Processes that are started when a job first needs them, and stopped by `close`.
+    """Worker processes that start when a job first needs them, until `close` stops them.
 
-    With names of GPUs each process of a job has one of them, and they talk over NCCL.
+    With `gpus` each process of a job gets one of these GPUs, and the processes communicate over NCCL.
     """
 
     def __init__(self, gpus: Sequence[str] = ()) -> None:
@@ -79,7 +79,11 @@ class Pool:
         self._workers: list[_Worker] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
-        """`function(seat, *arguments)` on every process, which must find it by its module; the results by rank."""
+        """Run `function(seat, *arguments)` on every process, and return the results by rank.
+
+        The function must be importable, because it is pickled by name. Raises WorkerError if a process fails, dies or
+        exceeds `timeout_s`.
+        """
         self._workers = [worker for worker in self._workers if worker.process.is_alive()]
         self._start(world_size - len(self._workers))
         try:
@@ -98,7 +102,7 @@ class Pool:
         self._stop(len(self._workers))
 
     def _start(self, count: int) -> None:
-        """Add `count` workers, and wait until they have imported what they need."""
+        """Start `count` workers, and wait until they have imported their modules."""
         new = []
         for _ in range(count):
             ours, theirs = mp.Pipe()
@@ -116,13 +120,13 @@ class Pool:
         for worker in self._workers[:count]:
             worker.connection.close()
             with suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)  # with the job that it may have under way
+                os.killpg(worker.process.pid, signal.SIGKILL)  # the group includes a running job's process
             worker.process.join()
         self._workers = self._workers[count:]
 
 
 def _collect(job: list[_Worker], deadline: float) -> dict[int, Any]:
-    """The results by rank. Raises the first failure: an exception, a death, or too little time."""
+    """Return the results by rank. Raises WorkerError for the first exception, a dead process, or a timeout."""
     results: dict[int, Any] = {}
     failure = None
     waiting = {worker.connection: rank for rank, worker in enumerate(job)}
@@ -148,12 +152,12 @@ def _collect(job: list[_Worker], deadline: float) -> dict[int, Any]:
 
 
 def _serve(connection: Connection) -> None:
-    """A worker's life: one job after another, each in a process of its own, until the pool goes."""
+    """Serve jobs in a worker until the pool closes the connection; each job runs in a forked process."""
     os.setpgid(0, 0)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     torch.set_num_threads(1)
-    faulthandler.enable()  # a process that dies of a signal says where
+    faulthandler.enable()  # print a traceback if a signal kills the process
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -173,11 +177,11 @@ def _serve(connection: Connection) -> None:
 
 
 def _do(connection: Connection, function: Callable[..., Any], seat: Seat, arguments: tuple[Any, ...]) -> NoReturn:
-    """A job's process: it answers, and ends without tearing anything down."""
-    # The fork has left torch's thread pool without its threads, and the next call replaces it. Several threads that
-    # call at once, as those that write a checkpoint do, may find none ("Invalid thread pool!"): call from here first.
+    """Run one job in its forked process, send the answer, and exit without teardown."""
+    # After a fork, torch's thread pool has lost its threads, and the next call replaces it. If several threads call
+    # at once, as checkpoint writers do, one may find no pool ("Invalid thread pool!"). So make the first call here.
     torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = seat.gpu  # read when a process first asks for a device
+    os.environ["CUDA_VISIBLE_DEVICES"] = seat.gpu  # read at the first use of a device
     try:
         answer = pickle.dumps((True, function(seat, *arguments)))
     except BaseException:

@@ -1,4 +1,4 @@
-"""Imported first by the server that workers are forked from, a process of ours alone: it warns of nothing known."""
+"""Hides known warnings; the first import of the server that forks the workers, a process of ours alone."""
 
 from hybridtron.requirements import hide_known_warnings
 

@@ -1,4 +1,4 @@
-"""Where processes that are started by hand find each other: a store kept by the process that starts them."""
+"""TCP store for ranks that a process on this machine launches itself, without torchrun."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Rendezvous:
-    """One start's store, as torchrun's agent keeps it: the ranks are all its clients.
+    """TCP store for one launch, kept by the launching process as torchrun's agent does; all ranks are clients.
 
-    It listens on the loopback alone, where no other machine can reach it: a store that opens its socket by itself
-    listens everywhere, and answers all who ask. The system picks the port when the socket is bound. A port that is
-    picked first and given to rank 0 may be taken by the time rank 0 listens, for instance by a connection of another
-    process. It serves one start: the next must not find what ranks have left in it.
+    The store listens on the loopback interface only, so that other machines cannot reach it. A store that opens its
+    socket itself would listen on all interfaces. The system picks the port when the socket is bound; a port picked
+    earlier and passed to rank 0 might be taken before rank 0 listens. Each launch needs its own store, because ranks
+    leave keys in it.
     """
 
     def __init__(self) -> None:
@@ -28,6 +28,8 @@ class Rendezvous:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of its ranks, without RANK and WORLD_SIZE; gloo's sockets are on the loopback too."""
+        """Environment variables for the ranks, except RANK and WORLD_SIZE. They also put gloo's sockets on the
+        loopback.
+        """
         store = {"MASTER_ADDR": HERE, "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         return store | {"GLOO_SOCKET_IFNAME": LOOPBACK}

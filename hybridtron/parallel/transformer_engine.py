@@ -1,19 +1,19 @@
-"""Transformer Engine's linear layers in the place of megatron-core's, for a run that asks for them, and its FP8.
+"""Transformer Engine's linear layers in place of megatron-core's, and its FP8.
 
-Each rank's product is Transformer Engine's; what happens between ranks stays as in `linear.py`. A projection that
-multiplies in FP8 enters the region for it by itself, as it may run again in the backward pass (`parallel.recompute`),
-when no region around the forward pass is open any more. Its sides are e4m3 and e5m2 (fp8_block: e4m3), as in `fp8.py`.
+Each rank's product is Transformer Engine's; communication stays as in `linear.py`. An FP8 projection opens the
+package's FP8 region itself, because `parallel.recompute` may run it again in the backward pass, when the region around
+the forward pass is closed. Its formats are e4m3 and e5m2 (fp8_block: e4m3), as in `fp8.py`.
 
-Delayed scaling moves its histories on whenever an outermost region ends. So that this happens once a step, over however
-many micro-batches and chunks, one is held open around the whole step; what a projection finds there is inside of it. A
-refused step, or an evaluation, is undone: the statistics are copied before and put back. A checkpoint has them in
-the places that `fp8_statistics.py` names, so that an emulated run can be continued by a real one.
+Delayed scaling shifts its amax histories whenever an outermost region ends. To shift them once a step, over any number
+of micro-batches and chunks, an outer region stays open around the whole step, and projections nest theirs inside. A
+refused step or an evaluation is undone by restoring a copy of the statistics. Checkpoints store them in the layout of
+`fp8_statistics.py`, so that an emulated run can continue with Transformer Engine.
 
-A projection's maxima of a step are the greatest over its micro-batches: the package's casts raise the maximum that is
-there (`atomicMaxFloat`), and only the end of the region clears it. Gradients' histories move on with the backward pass
-of the first micro-batch, not with the last, so that the maxima of the others count for the step after.
+A projection's amax of a step is the maximum over its micro-batches: the package's casts raise the stored maximum
+(`atomicMaxFloat`), and only the end of the region clears it. The histories of gradients shift in the backward pass of
+the first micro-batch, not of the last, so that the maxima of the other micro-batches count for the next step.
 
-Tested against a stand-in for the package, as the real one needs a GPU (`tests/test_gpu.py`).
+Tests use a stub of the package, as the real one needs a GPU (`tests/test_gpu.py`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ RECIPES = {
     Precision.fp8_block: "Float8BlockScaling",
 }
 QUANTIZATION = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # the latter before 2.9
-FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"  # the package's names; x and W are columns 0 and 1, dy is column 0
+FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"  # keys of the package; columns: x 0 and W 1, dy 0
 
 
 class InFp8(CachedWeight):
-    """Marks the layers that multiply in FP8. The package keeps a weight as it rounded it in a first micro-batch."""
+    """Marks layers that multiply in FP8. Transformer Engine caches a weight that was rounded in a first micro-batch."""
 
     is_first = True
 
@@ -51,15 +51,16 @@ class InFp8(CachedWeight):
 
 
 def local_linear(in_features: int, out_features: int, fp8: Fp8 | None = None, accumulate: bool = False) -> nn.Module:
-    """One rank's product, without a bias, uninitialised as all our layers; it adds its weight's gradient to the step's
-    sum if `accumulate`.
+    """Build one rank's Transformer Engine linear layer, without a bias and uninitialised.
+
+    With `accumulate` it adds its weight's gradient to Megatron's buffer.
     """
     options = {"bias": False, "params_dtype": torch.get_default_dtype(), "fuse_wgrad_accumulation": accumulate}
     return _class(fp8)(in_features, out_features, **options)
 
 
 def region(fp8: Fp8) -> AbstractContextManager[Any]:
-    """Inside of it the package's layers multiply in FP8, by whichever name this version has for it."""
+    """Return the context in which the package's layers multiply in FP8; its name depends on the package's version."""
     package = _package()
     if hasattr(package, "autocast"):
         enter, recipe, group = package.autocast, "recipe", "amax_reduction_group"
@@ -72,7 +73,7 @@ def region(fp8: Fp8) -> AbstractContextManager[Any]:
 
 
 def fp8_fault(recipe: Precision) -> str | None:
-    """Why this process can't multiply in FP8; None where it can."""
+    """Return why this process can't multiply in FP8, or None if it can."""
     package, recipes = optional_package("transformer_engine.pytorch"), optional_package(RECIPE_PACKAGE)
     if package.module is None or recipes.module is None:
         return f"transformer_engine is {package.reason if package.module is None else recipes.reason}"
@@ -86,7 +87,7 @@ def fp8_fault(recipe: Precision) -> str | None:
 
 
 class TransformerEngineStatistics(ScalingStatistics):
-    """Those of delayed scaling, which the package keeps in its layers; see `fp8_statistics.py` for what is asked."""
+    """Delayed scaling's statistics in the package's own layers; see `fp8_statistics.py` for their layout."""
 
     def __init__(self, modules: Iterable[tuple[str, Any]], fp8: Fp8) -> None:
         self.fp8 = fp8
@@ -125,7 +126,7 @@ class TransformerEngineStatistics(ScalingStatistics):
     def _kept(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for name, layer in self.layers.items():
             for kind in (FORWARD, BACKWARD):
-                if kind in layer.fp8_meta:  # from the first forward pass on
+                if kind in layer.fp8_meta:  # missing before the first forward pass
                     yield (name, kind), layer.fp8_meta[kind]
 
     def _copies(self) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
@@ -143,7 +144,7 @@ class TransformerEngineStatistics(ScalingStatistics):
 
 
 def _class(fp8: Fp8 | None) -> Any:
-    """The package's layer, or one that enters FP8's region around its product."""
+    """Return the package's linear layer, or a subclass that opens the FP8 region around its product."""
     base: Any = _package().Linear
     if fp8 is None:
         return base
@@ -152,7 +153,7 @@ def _class(fp8: Fp8 | None) -> Any:
         def forward(self, x: Tensor) -> Tensor:
             tokens = x.numel() // x.shape[-1]
             if tokens % FP8_MULTIPLES[fp8.recipe] and not torch.is_grad_enabled():
-                return super().forward(x)  # text that is generated token by token
+                return super().forward(x)  # generation, with token counts that FP8 can't multiply: stay in bf16
             with region(fp8):
                 if not (fp8.cache_weights and torch.is_grad_enabled()):
                     return super().forward(x)
@@ -171,7 +172,7 @@ def _package() -> Any:
 
 @functools.cache
 def _recipe(fp8: Fp8) -> Any:
-    """One object for a run: the package distinguishes recipes by identity."""
+    """Return one recipe object per run, because the package distinguishes recipes by identity."""
     recipes = optional_package(RECIPE_PACKAGE)
     if recipes.module is None:
         raise RuntimeError(f"{RECIPE_PACKAGE} is asked for, but it is {recipes.reason}")

@@ -1,7 +1,7 @@
-"""Whole tensors from all ranks' shares, one at a time, on the process that writes them.
+"""Gathers full tensors from all ranks' shards, one at a time, on the first process.
 
-A checkpoint holds whole tensors under names that no layout enters, so that any layout can load it: each rank then
-takes its own share (`cut`).
+The tensors get names that are independent of the layout, so that any layout can load them and cut its own shards
+(`cut`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hybridtron.parallel.plain_values import all_gather_values
 def gathered(
     shares: Mapping[str, Callable[[], Tensor]], table: Mapping[str, Parameter], groups: Groups, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the table, whole, with its name, on the first process; all processes walk through this together.
+    """Yield every full tensor of the table with its name, on the first process. All processes must iterate together.
 
-    `shares` has the names that this rank's stages hold, and makes this tensor rank's share of each, on the CPU. Those
-    of a name are all of one type: `dtype`, or fp32 where the table wants it.
+    `shares` maps the names that this rank's stages hold to functions that return its tensor shard, on the CPU. Every
+    rank must return the same type for a name: `dtype`, or fp32 where the table asks for it.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     names_of_stages: list[list[str]] = all_gather_values(list(shares), pipeline)
@@ -47,7 +47,7 @@ def gathered(
 
 
 def _joined(share: Tensor, parameter: Parameter, groups: Groups) -> Tensor:
-    """The whole tensor, on the CPU of every rank of this stage."""
+    """Return the full tensor, on the CPU of every rank in this stage."""
     if not parameter.active_cuts(mesh_sizes(groups.mesh)):
         return share.contiguous()
-    return gather(share.to(compute_device()), parameter, groups.mesh).cpu()  # ranks talk from device to device
+    return gather(share.to(compute_device()), parameter, groups.mesh).cpu()  # the gather runs on the device

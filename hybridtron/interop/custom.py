@@ -1,7 +1,7 @@
-"""Every other model: a class of our own, whose files are shipped with the weights (`hybridtron/hf`).
+"""The custom class HybridtronForCausalLM, for models that no native class fits; its code is shipped with the weights.
 
-It has one sub-layer for each of ours, in any order, of any kind that is registered. All options of a letter are
-written, those that are left to a default too, so that a folder means the same when a default changes.
+The class (`hybridtron/hf`) takes sub-layers of every registered kind, in any order. config.json has all options of each
+letter, also those left at their defaults, so that the folder keeps its meaning when a default changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AUTO_MAP = {
 
 
 class Custom(Native):
-    """Any model of mixers that the class has."""
+    """The custom class: any pattern of registered mixers, written to config.json as `pattern` and `layers`."""
 
     name, model_type = SHIPPED, "hybridtron"
 

@@ -1,10 +1,9 @@
-"""Models that transformers knows by itself: which of ours they are, exactly, and how both are recognized.
+"""Native classes: model classes of transformers itself, translated to and from our configuration.
 
-Here what all classes share, with Mamba-1 and Mamba-2 alone (MambaForCausalLM, Mamba2ForCausalLM); those with MLPs stand
-in `native_pairs`.
-
-Which model is one of them stands in `config/exportable`. What a class computes otherwise than we do by default is set:
-the norm's epsilon, the window (which counts the token itself, as ours).
+This file has the base classes, and the pure Mamba-1 and Mamba-2 models (MambaForCausalLM, Mamba2ForCausalLM). Classes
+with MLPs are in `native_pairs` and the other `native_*` files. `config/exportable` decides whether a model is computed
+exactly by one of the classes. Exports state every setting in which a class's default differs from ours, such as the
+norm's epsilon or the window (which counts the token itself, as ours does).
 """
 
 from __future__ import annotations
@@ -22,11 +21,14 @@ from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.interop.rules import Rules, TensorRule
 
 Settings = dict[str, Any]
-NO_FLOOR = 1e-30  # of a step's size, which changes no state; transformers takes its logarithm, so it can't be 0
+NO_FLOOR = 1e-30  # minimum step size too small to have an effect; transformers takes its logarithm, so it can't be 0
 
 
 class SubLayerNames(NamedTuple):
-    """What a layer of theirs calls our norm, our mixer, and its weights where these are not named as by the spec."""
+    """The names of a sub-layer's norm, mixer and weights within its layer in transformers.
+
+    `weights` None: the names that the mixer's spec exports.
+    """
 
     norm: str = "norm"
     mixer: str = "mixer"
@@ -34,29 +36,30 @@ class SubLayerNames(NamedTuple):
 
 
 class ModelFormat(ABC):
-    """How others name a model's weights, and what their config.json means in ours."""
+    """A model format other than ours: its tensor names, and the translation of its config.json to our configuration."""
 
     name: ClassVar[str]
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
     layers: ClassVar[str] = "model.layers"
-    in_pairs: ClassVar[bool] = False  # a mixer and the MLP after it, if there is one, are one layer
-    sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # by kind, of those that are not named as ours
+    in_pairs: ClassVar[bool] = False  # True: a mixer and the MLP after it, if any, form one layer
+    sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # by kind; kinds without an entry have the default names
 
     @abstractmethod
     def model(self, theirs: Settings) -> ModelConfig:
-        """Our configuration of one of theirs. Raises ValueError where it has something that we do not."""
+        """Translate config.json to our configuration. Raises ValueError for a feature that we don't have."""
 
     def groups(self, arch: Architecture) -> list[range]:
-        """Our sub-layers that are one of its layers, for each of these."""
+        """Return the indices of our sub-layers that form each of its layers."""
         together = 2 if self.in_pairs and arch.specs[-1].kind == "swiglu" else 1
         return [range(first, first + together) for first in range(0, len(arch.specs), together)]
 
     def names_of(self, arch: Architecture, index: int) -> SubLayerNames:
-        """What its layer calls this sub-layer of ours."""
+        """Return the format's names for one of our sub-layers."""
         return self.sub_layers.get(arch.specs[index].kind, SubLayerNames())
 
     def rules(self, model: ModelConfig) -> list[TensorRule]:
+        """Return the rules that convert all tensors of a model, in the order of its layers."""
         rules, arch = Rules(model), architecture(model)
         rules.add(self.embedding, "embedding.weight")
         rules.add(self.final_norm, "norm.weight")
@@ -68,7 +71,7 @@ class ModelFormat(ABC):
         return rules.complete()
 
     def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
-        """Its rules, where their layer of this name has it."""
+        """Add the rules for sub-layer `index`; `layer` is the prefix of the format's layer that has it."""
         norm, mixer, weights = self.names_of(arch, index)
         if arch.specs[index].has_norm:
             rules.add(f"{layer}.{norm}.weight", f"layers.{index}.norm.weight")
@@ -76,28 +79,28 @@ class ModelFormat(ABC):
 
 
 class Native(ModelFormat):
-    """One class of transformers."""
+    """A model class of transformers, with methods that write its config.json and read it back."""
 
     model_type: ClassVar[str]
     norm_eps: ClassVar[str] = "rms_norm_eps"
-    tied: ClassVar[bool] = False  # where config.json does not say
-    proven_with: ClassVar[Settings] = {}  # what the proof sets in their configuration, whatever a folder says
-    fixed: ClassVar[Settings] = {}  # what changes what is computed: exports state it, and imports accept no other value
+    tied: ClassVar[bool] = False  # tie_word_embeddings if config.json does not say
+    proven_with: ClassVar[Settings] = {}  # overrides of config.json during the proof
+    fixed: ClassVar[Settings] = {}  # settings of which we support a single value: exports write it, imports require it
 
     @abstractmethod
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        """What config.json says beyond what all say."""
+        """Return the entries of config.json specific to this class. `length` is the longest row in tokens."""
 
     @abstractmethod
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        """Our pattern and what its letters mean. Raises ValueError where it has something that we do not."""
+        """Translate config.json to our pattern and its letters' options. Raises ValueError for unsupported features."""
 
     def files(self) -> dict[str, bytes]:
-        """Code that a folder brings for it, by the files' names; none where transformers has the class itself."""
+        """Return the code files to ship, by name; empty for classes that transformers has itself."""
         return {}
 
     def config(self, model: ModelConfig, length: int) -> Settings:
-        """The whole of config.json but what concerns the tokenizer and the type of numbers."""
+        """Return config.json without the entries for token ids and dtype. `length` is the longest row in tokens."""
         common = {
             "architectures": [self.name],
             "model_type": self.model_type,
@@ -126,33 +129,33 @@ class Native(ModelFormat):
 
 
 def require_known(theirs: Settings, key: str, known: Collection[str]) -> None:
-    """ValueError where a list of types has one that we do not."""
+    """Raise ValueError if the list of layer types under `key` has a type that is not among `known`."""
     if unknown := sorted(set(theirs[key]) - set(known)):
         raise ValueError(f"has {key} with {unknown[0]!r}; only {', '.join(known)} can be imported")
 
 
 def to_theirs(names: Mapping[str, str], options: Settings) -> Settings:
-    """A spec's options under their names."""
+    """Rename a spec's options to keys of config.json; `names` maps these keys to option names."""
     return {theirs: options[ours] for theirs, ours in names.items()}
 
 
 def to_ours(names: Mapping[str, str], theirs: Settings) -> Settings:
-    """The same options read from their settings."""
+    """Read a spec's options from config.json; `names` maps its keys to option names."""
     return {ours: theirs[key] for key, ours in names.items()}
 
 
 def multipliers_of(model: ModelConfig) -> Settings:
-    """A model's multipliers, which Granite's classes and ours call as we do."""
+    """Return a model's multipliers; Granite's classes and the custom class use our names for them."""
     return {name: getattr(model, name) for name in MULTIPLIERS}
 
 
 def with_multipliers(model: ModelConfig, theirs: Settings) -> ModelConfig:
-    """A model with theirs; 1 where there is none."""
+    """Set a model's multipliers from config.json; missing ones are 1."""
     return replace(model, **{name: theirs.get(name, 1.0) for name in MULTIPLIERS})
 
 
 class NativeMamba(Native):
-    """Mamba-1 alone."""
+    """A pure Mamba-1 model."""
 
     name, model_type = "MambaForCausalLM", "mamba"
     embedding, final_norm, layers = "backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers"
@@ -172,19 +175,19 @@ class NativeMamba(Native):
         }
 
     def derived(self, spec: MambaSpec | Mamba2Spec, arch: Architecture) -> Settings:
-        """What follows from the options."""
+        """Return the entries of config.json that are computed from the options."""
         return {"intermediate_size": spec.inner(arch.sizes)}
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         return f"M*{theirs['num_hidden_layers']}", {"M": {"kind": self.kind, **to_ours(self.options, theirs)}}
 
     def model(self, theirs: Settings) -> ModelConfig:
-        wide = theirs.get("residual_in_fp32", True)  # as transformers takes it
+        wide = theirs.get("residual_in_fp32", True)  # transformers' default
         return replace(super().model(theirs), residual_fp32=wide)
 
 
 class NativeMamba2(NativeMamba):
-    """Mamba-2 alone."""
+    """A pure Mamba-2 model."""
 
     name, model_type = "Mamba2ForCausalLM", "mamba2"
     tied = False

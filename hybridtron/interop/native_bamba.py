@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 or full attention, each with a gated MLP; rotary positions turn half of each head."""
+"""Bamba: layers of Mamba-2 or full attention, each with a gated MLP. RoPE rotates half of each attention head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PART, TURNED = "partial_rotary_factor", 0.5
 
 
 class Bamba(Mamba2Hybrid):
-    """As Granite's hybrid, with other names, and without multipliers."""
+    """Bamba, whose layers are those of GraniteHybrid without multipliers, under other tensor names."""
 
     name, model_type = "BambaForCausalLM", "bamba"
     final_norm: ClassVar[str] = "model.final_layernorm.weight"

@@ -1,8 +1,8 @@
-"""Classes of transformers that have Gated DeltaNet beside full attention, with an MLP after each: hybrids of 2025.
+"""Native classes of Gated DeltaNet hybrids: layers of Gated DeltaNet or full attention, each with a gated MLP.
 
-OLMo-Hybrid has the norms of attention and of the MLP after it behind them, and norms the queries of all heads together.
-Qwen3-Next norms each head's, gates what attention reads, and turns a part of each head. Its dense form is ours; its
-experts are not. Of Kimi Linear's classes our KDA is one, but its attention is not ours (MLA), and it has no other.
+OLMo-Hybrid normalizes the outputs of attention layers and their MLPs (post-norm), and the queries of all heads together
+(QK-norm over the full projection). Qwen3-Next has QK-norm per head, gated attention output and partial RoPE; only its
+dense form is supported, as we have no experts. Kimi Linear is not supported: its KDA is ours, but its attention is MLA.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 class DeltaHybrid(Llama):
-    """Layers of both kinds, by a list."""
+    """Base class of Gated DeltaNet hybrids; `layer_types` in config.json lists each layer's mixer."""
 
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
     letters: ClassVar[dict[str, str]]
-    """The two sub-layers of a layer of each kind."""
+    """Letters of a layer's two sub-layers, by layer type. D: Gated DeltaNet, A: attention, -: MLP, +: post-norm MLP."""
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         spec = delta_of(arch)
@@ -50,7 +50,7 @@ class DeltaHybrid(Llama):
         return pattern, {letter: options for letter, options in known.items() if letter in pattern}
 
     def delta(self, theirs: Settings) -> Settings:
-        """The options of our Gated DeltaNet."""
+        """Translate config.json to options of our Gated DeltaNet."""
         keys = theirs["linear_num_key_heads"] * theirs["linear_key_head_dim"]
         values = theirs["linear_num_value_heads"] * theirs["linear_value_head_dim"]
         names = {"linear_num_value_heads": "heads", "linear_num_key_heads": "key_heads"}
@@ -66,7 +66,10 @@ class DeltaHybrid(Llama):
 
 
 class OlmoHybrid(DeltaHybrid):
-    """Names as its files have them; transformers has others in memory, and writes two of ours the other way round."""
+    """OLMo-Hybrid, with the tensor names of its published files.
+
+    transformers renames some norms when it loads and saves a folder; `also` maps the published names to those.
+    """
 
     name, model_type = "OlmoHybridForCausalLM", "olmo_hybrid"
     letters: ClassVar = {LINEAR: "D-", FULL: "A+"}
@@ -104,7 +107,10 @@ class OlmoHybrid(DeltaHybrid):
 
 
 class Qwen3Next(DeltaHybrid):
-    """Fused projections stand head by head there, and norms have weights less 1, but for the one in Gated DeltaNet."""
+    """Qwen3-Next without experts. Fused projections are interleaved head by head.
+
+    Norms store their weight minus 1, except for the gated norm inside Gated DeltaNet.
+    """
 
     name, model_type = "Qwen3NextForCausalLM", "qwen3_next"
     letters: ClassVar = {LINEAR: "D-", FULL: "A-"}
@@ -161,5 +167,5 @@ class Qwen3Next(DeltaHybrid):
 
 
 def delta_of(arch: Architecture) -> GatedDeltaNetSpec:
-    """That of all Gated DeltaNet sub-layers; one head where there are none."""
+    """Return the spec that all Gated DeltaNet sub-layers share; a spec with one head if there are none."""
     return next((spec for spec in arch.specs if isinstance(spec, GatedDeltaNetSpec)), GatedDeltaNetSpec(heads=1))

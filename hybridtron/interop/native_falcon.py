@@ -1,8 +1,9 @@
-"""Falcon-H1: Mamba-2 and full attention beside each other, and a gated MLP, with multipliers nearly everywhere.
+"""Falcon-H1: Mamba-2 and full attention as parallel branches, then a gated MLP, with multipliers nearly everywhere.
 
-A layer there is three sub-layers here. What enters Mamba-2 and attention is multiplied by numbers of its own there. As
-projections follow, these are part of what is multiplied behind them: of Mamba-2's five multipliers, and of attention's
-scale and output. Exports say 1 for them.
+One layer of transformers is three sub-layers here. Its config.json has multipliers for the inputs to Mamba-2 and
+attention, for which we have no option. As the projections that follow are linear, imports fold them into the
+multipliers after these projections: Mamba-2's five, and attention's scale (q and k: squared) and output (v). Exports
+write 1 for them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from hybridtron.architecture.table import Architecture
 from hybridtron.interop.native import Settings, SubLayerNames
 from hybridtron.interop.native_pairs import BEFORE, Mamba2Hybrid, attention_of
 
-PARTS = ("z", "x", "B", "C", "dt")  # of `ssm_multipliers`, in this order
+PARTS = ("z", "x", "B", "C", "dt")  # the order of `ssm_multipliers`
 NUMBER_OF = {"ssm_multipliers": len(PARTS), "mlp_multipliers": 2}
 
 
 class FalconH1(Mamba2Hybrid):
-    """With the gated norm of Mamba-2, or without."""
+    """Falcon-H1, with Mamba-2's gated norm or without it."""
 
     name, model_type = "FalconH1ForCausalLM", "falcon_h1"
     final_norm: ClassVar[str] = "model.final_layernorm.weight"
@@ -95,7 +96,7 @@ class FalconH1(Mamba2Hybrid):
 
 
 def numbers(theirs: Settings, key: str) -> list[float]:
-    """A list of multipliers. Raises ValueError where it has another length."""
+    """Read a list of multipliers; all are 1 if the key is missing. Raises ValueError if its length is wrong."""
     found = theirs.get(key)
     found = [1.0] * NUMBER_OF[key] if found is None else found
     if len(found) != NUMBER_OF[key]:

@@ -1,4 +1,7 @@
-"""Granite, dense, and its hybrid without experts: with multipliers of embedding, sub-layers, scores and logits."""
+"""Granite's dense model, and its Mamba-2 hybrid without experts.
+
+Both scale embedding, sub-layer outputs, attention scores and logits by multipliers in config.json.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ SCALE = "attention_multiplier"
 
 
 class Granite(Llama):
-    """As Llama, with multipliers."""
+    """Granite: Llama's layers with multipliers."""
 
     name, model_type = "GraniteForCausalLM", "granite"
 
@@ -35,7 +38,7 @@ class Granite(Llama):
 
 
 class GraniteHybrid(Granite, Mamba2Hybrid):
-    """Mamba-2 or full attention, with positions or without, each followed by a gated MLP."""
+    """Granite's hybrid: layers of Mamba-2 or full attention, with RoPE or without, each followed by a gated MLP."""
 
     name, model_type = "GraniteMoeHybridForCausalLM", "granitemoehybrid"
     sub_layers: ClassVar = {

@@ -1,13 +1,15 @@
-"""Nemotron-H: Mamba-2, full attention without positions and MLPs with squared ReLU, each a layer of its own.
+"""Nemotron-H: Mamba-2, full attention without positions, and squared-ReLU MLPs, each as a layer of its own.
 
-Its dense form is ours; its experts are not. Where it reads a text, transformers keeps the size of a step from falling
-below `time_step_min`, which says no more than how a model starts: it does not where it generates, and no model was
-trained so. Exports say a number that keeps nothing, and imports are proven with it.
+Only the dense form is supported, as we have no experts.
 
-The types of the layers stand in config.json twice: as a list, which transformers reads, and as published folders have
-them, a text of one letter a layer. Servers and converters read that text; from a list, llama.cpp takes experts alone
-for MLPs. They also take a folder for one of experts where it so much as names `num_experts_per_tok`, which exports
-therefore leave out.
+transformers clamps Mamba-2's step size to at least `time_step_min` in full forward passes, but not when it generates.
+`time_step_min` is meant for initialization alone, and no model was trained with the clamp. Exports therefore write a
+value too small to have an effect, and imports are proven with it.
+
+config.json lists the layer types twice: transformers reads a list, `layers_block_type`; published folders have a string
+of one letter per layer, `hybrid_override_pattern`. Servers and converters read that string: given only the list,
+llama.cpp does not recognize dense MLPs. Converters also treat a folder as a mixture of experts if it has the key
+`num_experts_per_tok`, so exports leave it out.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from hybridtron.interop.native_pairs import attention_of
 from hybridtron.interop.rules import TensorRule
 
 TYPES, PATTERN = "layers_block_type", "hybrid_override_pattern"
-# a layer's type as transformers writes it, as it did, and as published folders have it
+# a layer's type as transformers writes it, as earlier versions wrote it, and as the letter in published folders
 LAYERS = {
     "M": ("linear_attention", "mamba", "M"),
     "A": ("full_attention", "attention", "*"),
@@ -34,7 +36,7 @@ LAYERS = {
 
 
 class NemotronH(Native):
-    """Names as its files have them; transformers has another in memory."""
+    """Nemotron-H, with the tensor names of its files; transformers' module has the prefix `model.`, not `backbone.`."""
 
     name, model_type = "NemotronHForCausalLM", "nemotron_h"
     embedding, final_norm, layers = "backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers"
@@ -103,7 +105,7 @@ class NemotronH(Native):
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
 
     def attention(self, theirs: Settings) -> Settings:
-        """The options of our attention; published folders call the size of a head by another name."""
+        """Translate config.json to options of our attention; published folders call head_dim `attention_head_dim`."""
         heads = theirs["num_attention_heads"]
         return {
             "kind": "attention",

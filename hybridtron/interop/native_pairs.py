@@ -1,4 +1,4 @@
-"""Classes of transformers whose layers are a mixer and a gated MLP: Llama, Mistral; what hybrids with Mamba-2 share."""
+"""Native classes whose layers are a mixer and a gated MLP: Llama, Mistral, and the base class of Mamba-2 hybrids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Native, Settings, SubLayerNames, to_ours, to_theirs
 
 BEFORE, BETWEEN = "input_layernorm", "post_attention_layernorm"
-# of the step size; transformers writes infinity so, as JSON has none
+# values of time_step_limit that leave the step size unlimited; JSON has no infinity, which transformers encodes
 NO_LIMIT: tuple[Any, ...] = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
 FUSED_MLP: Names = {
     "input_linear.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
@@ -25,7 +25,7 @@ FUSED_MLP: Names = {
 
 
 class Llama(Native):
-    """Full attention and gated MLPs in turn."""
+    """Llama: layers of full attention and a gated MLP."""
 
     name, model_type = "LlamaForCausalLM", "llama"
     in_pairs = True
@@ -53,7 +53,10 @@ class Llama(Native):
         }
 
     def positions(self, spec: AttentionSpec) -> Settings:
-        """What config.json says of the positions; where there are none, another key says so."""
+        """Return the RoPE parameters for config.json.
+
+        They are the defaults for a model without positions, which GraniteHybrid and OlmoHybrid mark by another entry.
+        """
         return rope_parameters.to_theirs(spec.positions or RopeOptions())
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
@@ -61,7 +64,7 @@ class Llama(Native):
         return f"(A-)*{theirs['num_hidden_layers']}", {"A": self.attention(theirs), "-": mlp}
 
     def attention(self, theirs: Settings) -> Settings:
-        """The options of our attention."""
+        """Translate config.json to options of our attention."""
         heads = theirs["num_attention_heads"]
         return {
             "kind": "attention",
@@ -73,7 +76,7 @@ class Llama(Native):
 
 
 class Mistral(Llama):
-    """The same with a window in every layer."""
+    """Mistral: Llama's layers with sliding-window attention."""
 
     name, model_type = "MistralForCausalLM", "mistral"
 
@@ -85,7 +88,7 @@ class Mistral(Llama):
 
 
 class Mamba2Hybrid(Llama):
-    """Mamba-2 or full attention, each followed by a gated MLP: what Granite's hybrid and Bamba share."""
+    """Base class of hybrids whose layers are Mamba-2 or full attention, followed by a gated MLP."""
 
     fixed: ClassVar = {**Llama.fixed, "mamba_conv_bias": True, "mamba_proj_bias": False}
     mamba: ClassVar = {
@@ -106,14 +109,17 @@ class Mamba2Hybrid(Llama):
         }
 
     def with_letters(self, pattern: str, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        """A pattern, and what its letters mean."""
+        """Return the pattern with options for each letter that it uses.
+
+        Raises ValueError if no layer has attention: transformers then can't generate from a cache.
+        """
         if "A" not in pattern:
             raise ValueError("has no layer of attention, without which transformers can't generate from a cache")
         layers = {"M": self.mamba_options(theirs), **super().pattern(theirs)[1]}
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
 
     def mamba_options(self, theirs: Settings) -> Settings:
-        """The options of our Mamba-2."""
+        """Translate config.json to options of our Mamba-2. Raises ValueError for a limit of step sizes."""
         if (limit := theirs.get("time_step_limit", NO_LIMIT[0])) not in NO_LIMIT:
             raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")
         inner, heads = self.inner(theirs), theirs["mamba_n_heads"]
@@ -125,10 +131,10 @@ class Mamba2Hybrid(Llama):
         return options
 
     def inner(self, theirs: Settings) -> int:
-        """Channels of Mamba-2's heads together."""
+        """Return the number of Mamba-2's inner channels, over all heads."""
         return theirs["mamba_expand"] * theirs["hidden_size"]
 
 
 def attention_of(arch: Architecture) -> AttentionSpec:
-    """That of all attention sub-layers; one head where there are none."""
+    """Return the spec that all attention sub-layers share; a spec with one head if there are none."""
     return next((spec for spec in arch.specs if isinstance(spec, AttentionSpec)), AttentionSpec(heads=1))

@@ -1,8 +1,9 @@
-"""Zamba2: Mamba-2, and before some of its layers a block of attention and MLP, one or several sets of weights in turn.
+"""Zamba2: Mamba-2 layers, some of which are preceded by a shared block of attention and MLP.
 
-A layer that is `hybrid` there is two sub-layers here: the block's place, and the Mamba-2 that reads it. transformers
-has the block's weights in the first layer that uses it, with the low-rank pairs of all its places, by the number of the
-place among all hybrid layers.
+One or several blocks take turns. All layers that use a block share its weights, but each has low-rank adapters of its
+own. A layer of type `hybrid` is two sub-layers here: the shared block, and the Mamba-2 that reads its output. Files
+store a block's weights in the first layer that uses it, along with the adapters for every use, which are numbered
+through all hybrid layers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hybridtron.interop.rules import Rules
 
 HYBRID, MAMBA = "hybrid", "linear_attention"
 OF_TYPE = {MAMBA: False, "mamba": False, HYBRID: True}
-LETTERS = "ABCDEFGHIJKL"  # of the blocks
+LETTERS = "ABCDEFGHIJKL"  # one for each shared block
 BLOCK: Names = {
     "self_attn.q_proj.weight": ("q.weight",),
     "self_attn.k_proj.weight": ("kv.weight.k",),
@@ -40,7 +41,7 @@ PAIRS = {
 
 
 class Zamba2(Native):
-    """Without biases, and without a factor for longer rows."""
+    """Zamba2 without biases and without long-context RoPE scaling (`use_long_context`)."""
 
     name, model_type = "Zamba2ForCausalLM", "zamba2"
     final_norm, tied = "model.final_layernorm.weight", True
@@ -48,7 +49,7 @@ class Zamba2(Native):
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_act": "gelu",
-        "tie_word_embeddings": True,  # without, transformers gives each place of a block weights of its own
+        "tie_word_embeddings": True,  # otherwise transformers does not share a block's weights between its uses
         "use_conv_bias": True,
         "use_long_context": False,
     }
@@ -129,7 +130,7 @@ class Zamba2(Native):
         return pattern, {"M": {"kind": "mamba2", **mamba}, **letters}
 
     def shared(self, theirs: Settings) -> Settings:
-        """The options of our shared attention."""
+        """Translate config.json to options of our shared attention."""
         if (keys := theirs.get("num_key_value_heads")) not in (None, theirs["num_attention_heads"]):
             raise ValueError(f"has num_key_value_heads={keys} other than num_attention_heads")
         turned = theirs.get("use_mem_rope", False)

@@ -1,10 +1,11 @@
-"""The format of state-spaces/mamba: config.json without a model_type, names of its own. It is read, never written.
+"""The format of state-spaces/mamba, the reference implementation: import only.
 
     mamba-*           Mamba-1                     ssm_cfg.layer Mamba1, or none
     mamba2-*          Mamba-2                     ssm_cfg.layer Mamba2
     mamba2attn-2.7b   Mamba-2, and attention in the layers of attn_layer_idx, with a convolution on q, k and v
 
-An MLP (d_intermediate) is fused as up, gate: the other way round than elsewhere. Vocabularies are padded.
+Its config.json has no model_type, and its keys differ from transformers'. An MLP (d_intermediate) is fused in the order
+up, gate, where other formats have gate, up. Vocabularies are padded to a multiple of pad_vocab_size_multiple.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.interop.native import ModelFormat, Settings, SubLayerNames
 
-NORM_EPS = 1e-5  # which config.json does not say
+NORM_EPS = 1e-5  # the implementation's default; config.json has no key for it
 ATTENTION: Names = {
     "in_proj.weight": ("q.weight", "kv.weight.k", "kv.weight.v"),
     "out_proj.weight": ("out.weight",),
@@ -30,7 +31,7 @@ MLP: Names = {
 
 
 class Original(ModelFormat):
-    """What the reference implementation of Mamba writes."""
+    """The format of checkpoints that state-spaces/mamba writes."""
 
     name = "state-spaces/mamba"
     embedding, final_norm, layers = "backbone.embedding.weight", "backbone.norm_f.weight", "backbone.layers"

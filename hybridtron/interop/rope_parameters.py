@@ -1,7 +1,7 @@
-"""Rotary positions as config.json has them: `rope_parameters`, or `rope_scaling` and `rope_theta` before version 5.
+"""RoPE settings in config.json: `rope_parameters`, or before transformers 5 `rope_scaling` and `rope_theta`.
 
-Imports read both; exports write what transformers 5 writes. A scale that is none of ours is refused, and so is a key
-that we do not know: it might change what is computed.
+Imports read both forms; exports write that of transformers 5. Imports refuse kinds of scaling that we don't have, and
+unknown keys, which might change the computation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from hybridtron.architecture.rope import NO_POSITIONS, OF_SCALE, RopeOptions
 
 Settings = dict[str, Any]
-BASE = 10000.0  # where none is said
+BASE = 10000.0  # default rope_theta
 PARAMETERS, SCALING, LENGTH = "rope_parameters", "rope_scaling", "original_max_position_embeddings"
 NAMES = {
     "factor": "factor",
@@ -25,11 +25,11 @@ NAMES = {
     "truncate": "truncate",
 }
 ELSEWHERE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", LENGTH)
-MSCALE = ("mscale", "mscale_all_dim")  # of YaRN: both say what `attention_factor` says in one number
+MSCALE = ("mscale", "mscale_all_dim")  # YaRN: an older form of `attention_factor`, which follows from the two
 
 
 def to_theirs(rope: RopeOptions) -> Settings:
-    """What transformers reads the same frequencies from."""
+    """Return the `rope_parameters` from which transformers computes the same frequencies."""
     written: Settings = {"rope_type": rope.scale or "default", "rope_theta": rope.base}
     for name in OF_SCALE.get(rope.scale or "", ()):
         written[NAMES[name]] = getattr(rope, name)
@@ -37,7 +37,7 @@ def to_theirs(rope: RopeOptions) -> Settings:
 
 
 def to_ours(theirs: Settings) -> Settings | str:
-    """Our option, from the whole of config.json. Raises ValueError where it has something that we do not."""
+    """Return our `rope` option from the full config.json. Raises ValueError for a scale or key that we don't have."""
     rope: Settings = theirs.get(SCALING) or theirs.get(PARAMETERS) or {}
     base = rope.get("rope_theta", theirs.get("rope_theta", BASE))
     if base is None:
@@ -53,14 +53,17 @@ def to_ours(theirs: Settings) -> Settings | str:
 
 
 def _scaled(scale: str, rope: Settings, theirs: Settings) -> Settings:
-    """The options of a scale, with what transformers takes where config.json is silent."""
+    """Return the options of a scaling kind, with transformers' defaults for missing keys.
+
+    Raises ValueError if a required key is missing.
+    """
     needed = ("factor", "low", "high") if scale == "llama3" else ("factor",)
     if silent := [NAMES[name] for name in needed if NAMES[name] not in rope]:
         raise ValueError(f"scales its rotary positions by rope_type={scale} without {silent[0]}")
     found = {name: rope[NAMES[name]] for name in OF_SCALE[scale] if rope.get(NAMES[name]) is not None}
     if scale == "linear":
         return found
-    # as some models have it: beside the rest, where it comes first
+    # some models have this key at the top level of config.json, which takes precedence
     found["original"] = theirs.get(LENGTH) or found.get("original") or theirs["max_position_embeddings"]
     if scale == "llama3":
         return found
@@ -72,6 +75,7 @@ def _scaled(scale: str, rope: Settings, theirs: Settings) -> Settings:
 
 
 def _of_mscale(rope: Mapping[str, float], factor: float) -> float:
+    """Compute YaRN's attention factor from `mscale` and `mscale_all_dim`, as transformers does."""
     one = RopeOptions(scale="yarn", factor=factor).attention_factor - 1
     above, below = (rope[name] * one + 1 for name in MSCALE)
     return above / below

@@ -1,9 +1,10 @@
-"""Which of our tensors another format's are made of: one table for both directions.
+"""Rules that map checkpoint tensors to the tensors of another format: one table for both directions.
 
-Every fused tensor of the formats that we know is some of ours, one below the other: a checkpoint stores projections by
-their parts. So a rule names one of their tensors and our keys in order; from right to left it is cut at the same rows.
-Qwen's are fused head by head: first the rows of all of ours for the first head, then those for the next; and of a norm
-it stores what is added to 1. Shapes follow from the configuration, before anything is read.
+`ours` is hybridtron, `theirs` the other format (transformers or state-spaces/mamba). A checkpoint stores each part of a
+projection under its own key, and the other formats fuse some parts into one tensor. Exports therefore concatenate our
+tensors along dimension 0, and imports split the fused tensor at the same rows. Qwen3-Next fuses head by head (the rows
+of all parts for head 0, then for head 1, ...) and stores norm weights minus 1. Shapes follow from the configuration
+alone, so they are known before any tensor is read.
 """
 
 from __future__ import annotations
@@ -19,16 +20,22 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture, parameter_table, weight_name
 
 CONVOLUTION = "conv1d.weight"
-ROUNDING = 2.0**-23  # of a number near 1 in fp32
+ROUNDING = 2.0**-23  # relative rounding error of fp32 near 1
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One of their tensors: its name and shape, our keys one below the other, and whether it stays in fp32.
+    """One tensor of the other format, and the checkpoint tensors that are concatenated to form it.
 
-    With `blocks` the parts stand one below the other in each of that number of blocks. `less_one` is of norms whose
-    weight is 1 + theirs: in fp32, so that what is near 1 loses nothing. `also` is another name that some files have;
-    `memory` is the name in transformers' module, where that is another: adapters have it.
+    theirs    its name in files
+    shape     its shape
+    ours      our keys, in the order in which they are concatenated along dimension 0
+    rows      each of our tensors' number of rows
+    fp32      whether it stays in fp32, whatever the export's dtype
+    blocks    number of blocks into which the rows are divided; in each block the parts are concatenated
+    less_one  for norms: our weight is 1 + theirs. It is computed in fp32, as bf16 would round values near 1
+    also      a second name that some files use, or ""
+    memory    the parameter's name in transformers' module if it differs from `theirs`; peft names adapters by it
     """
 
     theirs: str
@@ -43,16 +50,17 @@ class TensorRule:
 
     @property
     def in_memory(self) -> str:
+        """The parameter's name in transformers' module."""
         return self.memory or self.theirs
 
     def to_theirs(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Their tensor, from ours by key."""
+        """Build the other format's tensor from our tensors; `read` returns one by its key."""
         parts = [read(key).unflatten(0, (self.blocks, -1)) for key in self.ours]
         made = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(self.shape)
         return made.float() - 1 if self.less_one else made
 
     def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
-        """Our tensors by key, from theirs, in fp32 where we keep them so."""
+        """Split the other format's tensor into our tensors by key; converted to fp32 if the rule says so."""
         rest = self.shape[2:] if self.theirs.endswith(CONVOLUTION) else self.shape[1:]
         parts = theirs.unflatten(0, (self.blocks, -1)).split([rows // self.blocks for rows in self.rows], dim=1)
         ours = {key: part.reshape(-1, *rest) for key, part in zip(self.ours, parts, strict=True)}
@@ -60,18 +68,18 @@ class TensorRule:
         return {key: part + 1 for key, part in wide.items()} if self.less_one else wide
 
     def same(self, made: Tensor, theirs: Tensor) -> bool:
-        """Whether theirs has come back: bit for bit, or but for the rounding of 1 + theirs."""
+        """Compare a rebuilt tensor with the original: bit for bit, or within fp32 rounding if `less_one` is set."""
         if self.less_one:
             return torch.allclose(made, theirs.float(), rtol=ROUNDING, atol=ROUNDING)
         return torch.equal(made.to(theirs.dtype), theirs)
 
     def as_named(self, names: Container[str]) -> TensorRule:
-        """The rule by the one of its names that is there."""
+        """Return the rule under its second name if only that one is among `names`."""
         return replace(self, theirs=self.also) if self.also in names and self.theirs not in names else self
 
 
 class Rules:
-    """Rules for a model as they are found, and at the end the proof that they use each of its weights once."""
+    """Collects a model's rules; `complete` checks that they use each of its weights exactly once."""
 
     def __init__(self, model: ModelConfig) -> None:
         table = parameter_table(model)
@@ -82,7 +90,8 @@ class Rules:
         self._used: set[str] = set()
 
     def add(self, theirs: str, *ours: str) -> None:
-        """One of their tensors. What we keep as (channels, taps) is a convolution's (channels, 1, taps) there."""
+        """Add a rule that concatenates our tensors into one. Our convolutions (channels, taps) are (channels, 1, taps)
+        in other formats."""
         self._used.update(ours)
         rows = tuple(self.shapes[key][0] for key in ours)
         shape = (sum(rows), *self.shapes[ours[0]][1:])
@@ -91,18 +100,20 @@ class Rules:
         self._rules.append(TensorRule(theirs, shape, ours, rows, ours[0] in self._fp32))
 
     def add_mixer(self, theirs: str, index: int, names: Names | None = None) -> None:
-        """Those of a sub-layer's mixer, whose names there start with `theirs`: the spec's, unless others are given.
+        """Add the rules of a sub-layer's mixer, under the prefix `theirs`.
 
-        Others may name more than this mixer has.
+        `names` maps names in the other format to our keys; the default is the spec's `exported_names`. Names of weights
+        that this mixer lacks are ignored. Shared weights get a rule at their first place only.
         """
         if names is None:
             names = self._arch.specs[index].exported_names(self._arch.sizes)
         for name, keys in names.items():
             ours = [weight_name(self._arch, index, key) for key in keys]
-            if ours[0] in self.shapes and ours[0] not in self._used:  # shared weights are those of the first place
+            if ours[0] in self.shapes and ours[0] not in self._used:  # a later place finds its shared weights used
                 self.add(f"{theirs}.{name}", *ours)
 
     def complete(self) -> list[TensorRule]:
+        """Return all rules, after checking that each weight of the model is in exactly one."""
         used = [key for rule in self._rules for key in rule.ours]
         assert sorted(used) == sorted(self.shapes), f"{set(used) ^ set(self.shapes)} have no rule, or two"
         return self._rules

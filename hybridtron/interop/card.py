@@ -1,4 +1,4 @@
-"""README.md of an exported folder, as the Hub shows it: what is known of the model, and lines that load it."""
+"""The model card (README.md) of an exported folder: facts from the checkpoint, and code that loads the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SHARED_PAD = "padding has no token of its own but is eos; mask padding by attent
 
 
 def card(config: Config, target: Native, special: SpecialTokens) -> str:
-    """Nothing is said that the checkpoint does not know: no licence, and of an import no training."""
+    """Return the model card's text.
+
+    It has no facts that the checkpoint does not record: no license, and no training for an imported model.
+    """
     tags = "\n".join(f"- {tag}" for tag in dict.fromkeys(("hybridtron", target.model_type)))
     parameters = sum(weight.size for weight in parameter_table(config.model).values())
     layers = "\n".join(f"- `{letter}`: {entry}" for letter, entry in config.model.layers.items())

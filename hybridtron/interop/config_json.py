@@ -1,6 +1,7 @@
-"""config.json of a folder that anybody may have written: bounded, and of every value that is used the type is checked.
+"""Reads and validates config.json of an untrusted folder.
 
-So what reads the settings afterwards need not ask what they are, and nothing grows with a number that stands there.
+The file's size is limited, and each value that an import uses is checked for type and range. Code that reads the
+settings afterwards need not check types, and no allocation can grow without bound with a number in the file.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from typing import Any, NamedTuple
 from hybridtron.nested import NotParsed, json_of
 from hybridtron.regular_files import Unreadable, read_regular, require_regular
 
-LARGEST = 2**24  # bytes of a JSON that is read here
-LARGEST_OTHER = 2**28  # bytes of a JSON that transformers may read
+LARGEST = 2**24  # bytes of a JSON file that we read
+LARGEST_OTHER = 2**28  # bytes of a JSON file that transformers may read
 MOST_LAYERS, MOST = 10_000, 2**28
 
 
 class CannotImport(ValueError):
-    """A folder that is no model that can be imported; the message says why."""
+    """Raised for a folder that is not an importable model; the message says why."""
 
 
 class Kind(NamedTuple):
-    """What a value must be, in words and as a test."""
+    """A requirement on a value: a description for error messages, and a predicate."""
 
     words: str
     fits: Callable[[Any], bool]
 
     def or_null(self) -> Kind:
+        """Return the same requirement with null allowed."""
         return Kind(f"{self.words} or null", lambda value: value is None or self.fits(value))
 
 
@@ -40,7 +42,7 @@ def _whole(low: int, high: int) -> Kind:
 def _numbers_to(high: float) -> Callable[[Any], bool]:
     return lambda value: (
         type(value) in (int, float) and 0 < value <= high
-    )  # a whole number may be too large for a float
+    )  # compared without conversion, as an integer may be too large for a float
 
 
 COUNT, COUNT_OR_NONE = _whole(1, MOST), _whole(0, MOST)
@@ -108,7 +110,10 @@ KINDS: dict[str, Kind] = {
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """What config.json says. Raises CannotImport, naming each value that can't be used."""
+    """Read config.json and check the values that imports use.
+
+    Raises CannotImport, naming every value that can't be used; also for quantized weights and folders of an adapter.
+    """
     path = folder / "config.json"
     if not path.exists() and (adapter := folder / "adapter_config.json").exists():
         raise CannotImport(f"{adapter} is of an adapter, not of a model: name the model that it is for")
@@ -121,7 +126,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def require_files(folder: Path) -> None:
-    """Raise CannotImport for a pipe, a device or an endless JSON in a folder, whose files transformers may read."""
+    """Raise CannotImport if a folder has a pipe, a device or a huge JSON file: transformers may read its files."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() or not path.exists():
             continue
@@ -135,7 +140,7 @@ def require_files(folder: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
+    """Read a JSON file that holds an object. Raises CannotImport if it is unreadable or holds anything else."""
     try:
         content = json_of(read_regular(path, LARGEST).decode())
     except NotParsed as error:
@@ -148,6 +153,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _faults(settings: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for each value of the wrong kind; missing keys are accepted."""
     for key, kind in KINDS.items():
         section, _, name = key.rpartition(".")
         held = settings.get(section) if section else settings

@@ -1,4 +1,8 @@
-"""Top-level definitions of the package's files, and the global names that each uses: what `shipped` puts together."""
+"""Parses the package's own source files into top-level definitions and the global names that each definition uses.
+
+`shipped_code` assembles the custom class's generated file from these definitions. Global names are taken from compiled
+bytecode, so that Python's own scoping rules apply.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ HOME = "hybridtron."
 
 
 class DefinedName(NamedTuple):
-    """A file of the package, as `ops.scan.reference`, and a name that it defines."""
+    """A module's path within the package, such as `ops.scan.reference`, and a name that it defines."""
 
     module: str
     name: str
 
 
 class Use(NamedTuple):
-    """A global name in a definition, and where its text stands."""
+    """A use of a global name: line (from 1), and start and end columns in bytes."""
 
     name: str
     line: int
@@ -34,22 +38,23 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of the package: its lines, its definitions, and where the names that it imports come from."""
+    """A parsed file of the package: lines, top-level definitions, imports and uses of global names."""
 
     module: str
     lines: list[str]
     definitions: dict[str, ast.stmt]
-    own_imports: dict[str, DefinedName]  # from the package, by the name here
-    foreign_imports: dict[str, str]  # all others, as a statement
-    globals: list[Use]  # of all definitions, annotations among them
+    own_imports: dict[str, DefinedName]  # imports from this package, by their name in this file
+    foreign_imports: dict[str, str]  # all other imports, as statements, by their name in this file
+    globals: list[Use]  # in the whole file, annotations included
 
     @staticmethod
     @cache
     def of(module: str) -> SourceFile:
+        """Parse a module of the package, such as `ops.scan`; the result is cached."""
         path = PACKAGE / module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
         tree = ast.parse(text)
-        # without "from __future__ import annotations" the compiler looks up what annotations name, too
+        # without "from __future__ import annotations" the bytecode also looks up the names in annotations
         evaluated = [n for n in tree.body if not (isinstance(n, ast.ImportFrom) and n.module == "__future__")]
         code = compile(ast.Module(evaluated, []), str(path), "exec", dont_inherit=True)
         found = SourceFile(module, text.splitlines(), {}, {}, {}, sorted(set(_globals(code))))
@@ -67,18 +72,18 @@ class SourceFile:
         return found
 
     def lines_of(self, name: str) -> range:
-        """The numbers of a definition's lines, its decorators' among them."""
+        """Return a definition's line numbers, decorators included."""
         node = self.definitions[name]
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
         return range(first, (node.end_lineno or first) + 1)
 
     def uses(self, name: str) -> list[Use]:
-        """The global names that a definition uses."""
+        """List the uses of global names within a definition."""
         lines = self.lines_of(name)
         return [use for use in self.globals if use.line in lines]
 
     def call(self, name: str, function: str) -> ast.Call | None:
-        """The call that a name is defined by, if it is one of this function: `NAME = function(...)`."""
+        """Return the call on the right-hand side of `NAME = function(...)`; None if the name is defined otherwise."""
         match self.definitions.get(name):
             case ast.Assign(value=ast.Call(func=ast.Name(id=called)) as call) if called == function:
                 return call
@@ -86,6 +91,7 @@ class SourceFile:
 
 
 def is_module(module: str) -> bool:
+    """Check that the package has a file or folder of this dotted path."""
     path = PACKAGE / module.replace(".", "/")
     return path.is_dir() or path.with_suffix(".py").exists()
 
@@ -96,7 +102,7 @@ def _statement(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
 
 
 def _globals(code: CodeType) -> Iterator[Use]:
-    """Names that code looks up in the module, as the compiler found them; the fields of a class are none."""
+    """Yield the uses of global names in bytecode and nested code; builtins and a class's own fields are skipped."""
     instructions = list(dis.get_instructions(code))
     fields = {each.argval for each in instructions if each.opname == "STORE_NAME" and code.co_name != "<module>"}
     others = {*dir(builtins), "__annotations__", *fields}

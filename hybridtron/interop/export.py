@@ -1,10 +1,13 @@
-"""From a checkpoint of any layout to a folder that transformers loads by itself, tensor by tensor, without processes.
+"""Exports a checkpoint as a folder that `transformers.from_pretrained` loads.
 
-config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md
-chat_template.jinja              where it was trained on conversations
-model.safetensors, or shards and their index
-*_hybridtron.py                  the class, where transformers has none
-hybridtron_export.json           which checkpoint this was, and what wrote it
+    config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md
+    chat_template.jinja              if the model was trained on conversations
+    model.safetensors                or shards with an index
+    *_hybridtron.py                  the custom class, if no native class of transformers fits
+    hybridtron_export.json           the source checkpoint, and the versions that wrote the folder
+
+A single process reads the checkpoint, which any layout may have written, and converts one tensor at a time. The folder
+appears atomically, after a proof that it computes the same logits.
 """
 
 from __future__ import annotations
@@ -56,21 +59,21 @@ NATIVES: tuple[Native, ...] = (
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)
 LONGEST = "max_position_embeddings"
-UNKNOWN_LENGTH = 2048  # what transformers takes where config.json is silent
+UNKNOWN_LENGTH = 2048  # transformers' default if config.json has no max_position_embeddings
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is to be written of a checkpoint; everything is known before a tensor is read."""
+    """An export's source, target class, dtype and shard size; names and shapes are known before a tensor is read."""
 
     source: Checkpoint
     target: Native
-    dtype: torch.dtype | None  # None: as the checkpoint has them
+    dtype: torch.dtype | None  # None: each tensor keeps the checkpoint's dtype
     shard_bytes: int
 
     def tensors(self) -> list[Planned]:
-        """Those of the fp32 islands (A_log, D, the bias of dt) stay in fp32 whatever was asked for."""
+        """List the tensors to write. The fp32 islands (A_log, D, the bias of dt) stay in fp32 for every `dtype`."""
         planned = []
         for rule in self.target.rules(self.source.config.model):
             asked = self.dtype or self.source.dtype(rule.ours[0])
@@ -78,7 +81,7 @@ class ExportPlan:
         return planned
 
     def write(self, folder: Path, progress: Progress) -> SpecialTokens:
-        """Everything but the proof that it is right."""
+        """Write all files into a folder, without proving them. Raises CannotExport if the checkpoint lacks a weight."""
         config, tensors = self.source.config, self.tensors()
         if missing := sorted({key for t in tensors for key in t.rule.ours} - self.source.shapes.keys()):
             raise CannotExport(f"{self.source.folder} holds no {missing[0]}: it is not of the model in its config.yaml")
@@ -114,19 +117,22 @@ class ExportPlan:
 
 
 def longest_row(source: Checkpoint) -> int:
-    """Tokens of the longest row that a model was trained on, or for an import what its config.json said."""
+    """Return the longest `seq_len` of the training phases; for an imported model, the length its config.json gave."""
     lengths = [phase.seq_len for phase in source.config.phases]
     return max(lengths, default=int(source.meta.data.get(LONGEST, UNKNOWN_LENGTH)))
 
 
 def target_of(model: ModelConfig, wanted: Wanted) -> Native:
-    """The class that a model is of, exactly: one of transformers', or ours. Raises CannotExport where it is none."""
+    """Return the class that computes exactly this model: a native one, or the custom class.
+
+    Raises CannotExport if the `wanted` kind of class does not fit the model.
+    """
     name = export_class(model, wanted)
     return next(target for target in TARGETS if target.name == name)
 
 
 def export(output: Path, plan: ExportPlan, prove: Callable[[Path], None], progress: Progress) -> list[str]:
-    """Write a temporary folder, prove it, and only then give it its name. What its users should know is returned."""
+    """Write a temporary folder, prove it, and then rename it to `output`. Returns warnings for the export's users."""
     with appearing(output) as temporary:
         special = plan.write(temporary, progress)
         prove(temporary)

@@ -1,10 +1,10 @@
-"""From a folder of transformers, or of state-spaces/mamba, to a checkpoint whose weights a run starts from.
+"""Imports a folder of transformers or state-spaces/mamba as a checkpoint from which a run can start.
 
     hybridtron train model=from_checkpoint run.weights=OUTPUT ...
 
-The list of tensors is compared with the configuration before any of them is read: tensors that no rule uses, that are
-missing or have another shape are reported together. Written is a checkpoint as a run writes it, of step 0, without an
-optimizer; any layout loads it.
+The tensors' names and shapes are compared with the configuration before any is read, and all faults are reported
+together: missing tensors, wrong shapes, tensors that no rule uses. The result is an ordinary checkpoint of step 0
+without optimizer state, which any layout can load.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from hybridtron.interop.tokenizer import CHAT
 from hybridtron.problems import ConfigError
 from hybridtron.regular_files import Unreadable, read_regular
 
-SHOWN = 40  # faults that are listed
-PART_BYTES = 2**26  # of tensors that are in memory at once, twice: one part is written while the next is read
+SHOWN = 40  # number of faults that a message lists
+PART_BYTES = 2**26  # per file; two of these are in memory, as one is written while the next is read
 
 
 @dataclass(frozen=True)
 class ImportFolder:
-    """A folder that was looked at: what it is, our configuration of it, and its tensors."""
+    """A validated folder: its format, its settings, the model in our configuration, the rules and the tensors."""
 
     kind: ModelFormat
     settings: dict[str, Any]
@@ -59,7 +59,7 @@ class ImportFolder:
 
     @classmethod
     def open(cls, folder: Path) -> ImportFolder:
-        """Raises CannotImport, saying all that does not fit."""
+        """Read the configuration and check names and shapes. Raises CannotImport, with a list of all faults."""
         settings = settings_of(folder)
         require_files(folder)
         kind = _kind(folder, settings)
@@ -83,7 +83,7 @@ class ImportFolder:
 
     def _faults(self) -> Iterator[str]:
         wanted, held = {rule.theirs: rule.shape for rule in self.rules}, dict(self.weights.shapes)
-        if self.model.tie_embeddings and "lm_head.weight" in held:  # some write it all the same
+        if self.model.tie_embeddings and "lm_head.weight" in held:  # some files store the tied head, too
             del held["lm_head.weight"]
             embedding = next(rule.theirs for rule in self.rules if rule.ours == ("embedding.weight",))
             if not torch.equal(self.weights.read("lm_head.weight"), self.weights.read(embedding)):
@@ -95,7 +95,10 @@ class ImportFolder:
                 yield f"{name} has shape {held[name]}, not {wanted[name]}"
 
     def config(self, name: str) -> Config:
-        """What is known of it, for runs that start from it: neither its data nor how it was trained."""
+        """Build the configuration that the checkpoint stores.
+
+        The data path is "unknown" and there are no phases, as an imported folder does not say how it was trained.
+        """
         narrow = self.weights.read(self.rules[0].theirs).dtype == torch.bfloat16
         return Config(
             model=self.model,
@@ -106,13 +109,14 @@ class ImportFolder:
         )
 
     def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Our tensors by the file that they go to."""
+        """Yield (checkpoint file name, our tensors by key), reading one file's tensors at a time."""
         for number, rules in enumerate(in_parts(self.rules, lambda rule: 4 * math.prod(rule.shape), PART_BYTES)):
             made = (rule.to_ours(self.weights.read(rule.theirs)) for rule in rules)
             yield f"model-{number:05}.safetensors", {key: t.contiguous() for ours in made for key, t in ours.items()}
 
 
 def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
+    """Return the format by `architectures`, or by the keys of state-spaces/mamba, which names no class."""
     if "d_model" in settings and "n_layer" in settings:
         return Original()
     found = {target.name: target for target in TARGETS}
@@ -124,7 +128,10 @@ def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
 
 
 def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[[Checkpoint], None]) -> None:
-    """Write a temporary checkpoint, prove it, and only then give it its name; `folder` has the tokenizer."""
+    """Write a temporary checkpoint, prove it, and then rename it to `output`. `folder` has the tokenizer.
+
+    Raises CannotImport if the tokenizer or its chat template can't be read.
+    """
     small = {
         "config.yaml": to_yaml(source.config(output.name)).encode(),
         "tokenizer.json": _tokenizer(folder),
@@ -161,7 +168,10 @@ def _chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:
-    """Each of their tensors, made again from the checkpoint, must be what it was, bit for bit."""
+    """Rebuild each imported tensor from the checkpoint. Raises CannotImport if one is not as it was in the folder.
+
+    Tensors must be equal bit for bit; norm weights that are stored minus 1 may differ by fp32 rounding.
+    """
     for rule in source.rules:
         theirs = source.weights.read(rule.theirs)
         if not rule.same(rule.to_theirs(checkpoint.whole), theirs):

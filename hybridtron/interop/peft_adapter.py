@@ -1,11 +1,11 @@
-"""A checkpoint's adapters as peft has them, beside a base model in a folder of transformers.
+"""Exports a checkpoint's low-rank adapters in peft's format, for a base model in a folder of transformers.
 
-    adapter_config.json          rank, alpha, the layers that have adapters, the modules that are saved whole
+    adapter_config.json          rank, alpha, target_modules (layers with adapters), modules_to_save (saved in full)
     adapter_model.safetensors    base_model.model.LAYER.lora_A.weight (rank, in), .lora_B.weight (out, rank), with DoRA
-                                 .lora_magnitude_vector (out,); modules
+                                 .lora_magnitude_vector (out,); full weights of modules_to_save
 
-Whatever differs from the base, but for what adapters add, is saved whole: embedding, norms and convolutions that have
-learned. So the base and the adapter are the checkpoint's model, bit for bit, or nothing is written.
+Modules without adapters whose weights differ from the base (embedding, norms, convolutions) are saved in full. So base
+and adapter together are the checkpoint's model, bit for bit; if they can't be, the export fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ DOWN, UP, LENGTHS = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 
 def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
-    """Write the folder; returns how many layers have adapters. Raises CannotExport where peft has no such adapter."""
+    """Write an adapter folder for `base`, and return the number of layers with adapters.
+
+    Raises CannotExport if the base is another model, or peft's format can't express the adapters.
+    """
     adapters, model = source.config.model.adapters, merged(source).config.model
     if adapters is None:
         raise CannotExport(f"{source.folder} has no adapters: leave out --base")
@@ -43,7 +46,7 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
     if strange := {rule.theirs for rule in rules} ^ {rule.theirs for rule in beside.rules}:
         raise CannotExport(f"{base} is another model: {min(strange)} is in one of the two")
     of_several = sorted(key for key in source.shapes if key.startswith("shared.") and is_adapter(key))
-    if of_several and beside.kind.name != SHIPPED:  # transformers' places share weights, but peft adapts one of them
+    if of_several and beside.kind.name != SHIPPED:  # native classes share weights among layers; peft would adapt one
         raise CannotExport(f"{of_several[0]} is of all places of a letter, and peft's of one of them: export it merged")
     layers = {module_of(rule): made for rule in rules if (made := adapter_tensors(source, rule))}
     changed = {module_of(rule) for rule in rules if not rule.same(rule.to_theirs(source.whole), _theirs(beside, rule))}
@@ -54,7 +57,7 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
         tensors |= made
     learned = {key for rule in rules if module_of(rule) in changed for key in rule.ours}
     tied = model.tie_embeddings and "embedding.weight" in learned
-    if tied:  # peft reads the head's weight, too
+    if tied:  # peft also reads a weight for the tied head
         tensors["lm_head.weight"] = source.whole("embedding.weight").clone()
     settings = _settings(adapters, base) | {
         "target_modules": sorted(layers),
@@ -83,20 +86,22 @@ def _settings(adapters: AdaptersConfig, base: Path) -> dict[str, Any]:
 
 
 def module_of(rule: TensorRule) -> str:
-    """The module of transformers that a tensor belongs to; peft adapts and saves modules."""
+    """Return the name of the transformers module that has this tensor; peft adapts and saves modules."""
     return rule.in_memory.rpartition(".")[0]
 
 
 def _theirs(beside: ImportFolder, rule: TensorRule) -> Tensor:
+    """Read a tensor of the base folder, after checking its shape."""
     if beside.weights.shapes[rule.theirs] != rule.shape:
         raise CannotExport(f"{rule.theirs} has shape {beside.weights.shapes[rule.theirs]} in {beside.weights.folder}")
     return beside.weights.read(rule.theirs)
 
 
 def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
-    """What peft has beside a tensor of theirs, by its names; nothing where there is no adapter.
+    """Return peft's tensors for one layer, by name without prefix; empty if the layer has no adapter.
 
-    It has one A for a layer. A layer that fuses several of our parts has it where all of these have the same.
+    peft has one A per layer. If the layer fuses several of our parts, all of them must have the same A, or CannotExport
+    is raised.
     """
     held, layer = source.shapes, module_of(rule)
     A = [source.whole(pair[0]) for part in rule.ours if (pair := adapter_pair(held, part)) is not None]
@@ -114,17 +119,20 @@ def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
 
 
 def beside(rule: TensorRule, piece: str, *columns: int) -> TensorRule:
-    """The rule of B or M beside a tensor of theirs, whose rows are those of the tensor."""
+    """Return the rule for a layer's B (piece "B", with `columns` = rank) or DoRA's M (piece "M", without columns).
+
+    Both have a row for each row of the adapted tensor, so the same parts are concatenated in the same order.
+    """
     ours = tuple(adapter_key(part, piece) for part in rule.ours)
     return replace(rule, shape=(rule.shape[0], *columns), ours=ours, fp32=False, less_one=False)
 
 
 def row_lengths_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of a projection without its adapter."""
+    """Return the Euclidean length of each row, computed in fp64 and rounded to `dtype`."""
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).to(dtype)
 
 
 def _lengths(source: Checkpoint, W: str, M: str) -> Tensor:
-    """Of rows, as they are learned: those of W, and what they have changed by."""
+    """Return DoRA's learned row lengths, |W| + M: our checkpoints store the change M, peft the sum."""
     change = source.whole(M)
     return row_lengths_of(source.whole(W), change.dtype) + change

@@ -1,10 +1,10 @@
-"""From peft's adapter, and the model that it stands beside, to a checkpoint that has both.
+"""Imports a peft adapter together with its base model as a checkpoint with adapters.
 
     hybridtron import ADAPTER --base BASE --output OUTPUT
 
-The base is a folder that could be imported by itself. Modules that peft has saved whole take the place of the base's.
-Where a tensor of theirs is several parts of ours, each gets the same A, and its own rows of B. DoRA's lengths become
-what they have changed by, which in fp32 is exact unless a length has more than halved or doubled.
+The base is a folder that could be imported by itself. Modules that peft saved in full replace those of the base. If a
+tensor is several parts of ours, each part gets a copy of A and its own rows of B. DoRA's row lengths become their
+change from the base; the subtraction is exact in fp32 unless a length has more than halved or doubled.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class AdaptedFolder(ImportFolder):
-    """A base with the tensors that peft has saved whole, and its adapters, by the rules of what they stand beside."""
+    """A base model and a peft adapter for it. Tensors that peft saved in full replace the base's in `weights`."""
 
     lora: LoraSettings
     adapter: Weights
-    adapted: Mapping[str, TensorRule]  # by the names of layers
-    saved: frozenset[str]  # of their tensors
+    adapted: Mapping[str, TensorRule]  # rules of the adapted tensors, by layer name
+    saved: frozenset[str]  # names (`theirs`) of the tensors that peft saved in full
 
     @classmethod
     def beside(cls, folder: Path, base: ImportFolder) -> AdaptedFolder:
-        """Raises CannotImport, saying all that does not fit."""
+        """Combine an adapter folder with its base. Raises CannotImport, with a list of all faults."""
         lora, adapter = lora_settings(folder), Weights(folder, OF_ADAPTER)
         rules = {name: rule for rule in base.rules for name in (rule.theirs, rule.in_memory)}
         rules |= {old.theirs: new for old, new in zip(base.kind.rules(base.model), base.rules, strict=True)}
@@ -82,7 +82,7 @@ class AdaptedFolder(ImportFolder):
 
     @property
     def adapters(self) -> AdaptersConfig:
-        """As a phase would have them, with the least preset that trains what was saved whole."""
+        """The adapters' configuration, with the smallest preset that trains the modules saved in full."""
         learned = [key for rule in self.rules if rule.theirs in self.saved for key in rule.ours]
         convolutions = any("conv" in key for key in learned)
         preset = Adapting.hylora if convolutions else Adapting.lora_plus if learned else Adapting.lora
@@ -99,10 +99,11 @@ class AdaptedFolder(ImportFolder):
         yield "model-adapters.safetensors", {key: tensor.contiguous() for one in made for key, tensor in one}
 
     def read(self, layer: str, piece: str) -> Tensor:
-        """A tensor of an adapter."""
+        """Read one tensor of a layer's adapter; `piece` is DOWN, UP or LENGTHS."""
         return self.adapter.read(f"{PREFIX}{layer}.{piece}")
 
     def _beside(self, layer: str, rule: TensorRule) -> dict[str, Tensor]:
+        """Convert a layer's adapter to our A, B and M, by key."""
         A = self.read(layer, DOWN)
         made = {adapter_key(part, "A"): A.clone() for part in rule.ours}
         made |= beside(rule, "B", self.lora.rank).to_ours(self.read(layer, UP))
@@ -112,7 +113,10 @@ class AdaptedFolder(ImportFolder):
         return made
 
     def _patterns(self) -> list[str]:
-        """Names for all layers at once, where none has an adapter less."""
+        """Return patterns that match the adapted weights.
+
+        A weight that is adapted in every layer that has it becomes `layers.*.NAME`; others are listed one by one.
+        """
         wanted = {key for rule in self.adapted.values() for key in rule.ours}
         there = [key for rule in self.rules for key in rule.ours]
         short = {key: re.sub(r"^layers\.\d+\.", "layers.*.", key) for key in there}
@@ -120,7 +124,7 @@ class AdaptedFolder(ImportFolder):
         return sorted({key if short[key] in lacking else short[key] for key in wanted})
 
     def _strange(self, names: Mapping[str, str]) -> Iterator[str]:
-        """Tensors that have no place; a head that is the embedding needs none."""
+        """Yield a fault for each adapter tensor that no rule uses; a tied head is allowed."""
         known = {f"{layer}.{piece}" for layer in self.adapted for piece in self._pieces()}
         rules = (*self.rules, *self.kind.rules(self.model))
         places = {name for rule in rules for name in (rule.theirs, rule.in_memory)}
@@ -131,9 +135,11 @@ class AdaptedFolder(ImportFolder):
                 yield f"{there} is used by no rule"
 
     def _pieces(self) -> tuple[str, ...]:
+        """Return the names of the tensors that each layer's adapter must have."""
         return (DOWN, UP, LENGTHS) if self.lora.dora else (DOWN, UP)
 
     def _wrong_layers(self, layers: set[str]) -> Iterator[str]:
+        """Yield faults of adapted layers: not a projection, also saved in full, missing tensors, wrong shapes."""
         if not layers:
             yield f"no tensor is called LAYER.{DOWN}"
         table = parameter_table(self.model)
@@ -154,6 +160,7 @@ class AdaptedFolder(ImportFolder):
                     yield f"{layer}.{piece} {f'has shape {held}' if held else 'is missing'}, not {wanted[piece]}"
 
     def _wrong_saved(self, saved: Mapping[str, str]) -> Iterator[str]:
+        """Yield faults of modules saved in full; `saved` maps tensor names to names in the adapter's file."""
         shapes = {rule.theirs: rule.shape for rule in self.rules}
         for name, there in saved.items():
             if self.adapter.shapes[there] != shapes[name]:
@@ -175,12 +182,15 @@ class AdaptedFolder(ImportFolder):
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether there is an adapter, and no model."""
+    """Check that a folder has adapter_config.json and no config.json."""
     return (folder / CONFIG).exists() and not (folder / "config.json").exists()
 
 
 def adapted_folder(folder: Path, base: Path | None) -> tuple[AdaptedFolder, Path]:
-    """An adapter and its base, which the adapter may name; and where the tokenizer is."""
+    """Open an adapter and its base; returns both combined, and the folder with the tokenizer.
+
+    With `base` None, the folder that adapter_config.json names is used. The adapter's own tokenizer takes precedence.
+    """
     if not (folder / CONFIG).exists():
         raise CannotImport(f"{folder} has no {CONFIG}: leave out --base")
     named = lora_settings(folder).base
@@ -192,7 +202,11 @@ def adapted_folder(folder: Path, base: Path | None) -> tuple[AdaptedFolder, Path
 
 
 def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
-    """Every tensor comes back as it was; and transformers' model with the adapters added to it answers as ours."""
+    """Check an imported checkpoint against the adapter and its base.
+
+    All tensors must be restored from the checkpoint as they were. For classes of transformers, its model with the
+    adapters merged must also give the same logits as ours. Raises CannotImport or NotTheSame.
+    """
     same_tensors(source, checkpoint)
     for layer, rule in source.adapted.items():
         made = adapter_tensors(checkpoint, replace(rule, theirs=f"{layer}.weight", memory=""))
@@ -206,6 +220,7 @@ def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
 
 
 def _same(source: AdaptedFolder, piece: str, layer: str, made: Tensor, rule: TensorRule) -> None:
+    """Compare one rebuilt adapter tensor bit for bit; DoRA's lengths may differ by fp32 rounding."""
     theirs = source.read(layer, piece)
     if piece == LENGTHS:
         near = ROUNDING * row_lengths_of(source.weights.read(rule.theirs), torch.float32).maximum(theirs.float().abs())
@@ -218,7 +233,7 @@ def _same(source: AdaptedFolder, piece: str, layer: str, made: Tensor, rule: Ten
 
 @torch.no_grad()
 def _merged(source: AdaptedFolder, theirs: Any) -> Any:
-    """Transformers' model as peft would merge it."""
+    """Merge the adapter into transformers' model in place, as peft would: W + (alpha / rank) B A, rescaled for DoRA."""
     for rule in source.rules:
         if rule.theirs in source.saved:
             theirs.get_parameter(rule.in_memory).copy_(source.weights.read(rule.theirs))

@@ -1,4 +1,4 @@
-"""adapter_config.json of peft: what it says that we compute, too, and why another one is refused."""
+"""Reads peft's adapter_config.json, and refuses settings whose computation we don't have."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ READ: dict[str, Kind] = {
     "base_model_name_or_path": TEXT.or_null(),
 }
 MISSING = {"lora_dropout": 0.0, "use_dora": False, "use_rslora": False, "ensure_weight_tying": False}
-"""What older versions do not write."""
+"""Defaults for keys that older versions of peft do not write."""
 SAID_BY_TENSORS = "target_modules exclude_modules layers_to_transform layers_pattern"
 OF_TRAINING = "loftq_config eva_config corda_config lora_ga_config runtime_config init_lora_weights"
 OF_OTHERS = "peft_type task_type auto_mapping revision peft_version inference_mode bias megatron_config megatron_core"
 UNREAD = {*SAID_BY_TENSORS.split(), *OF_TRAINING.split(), *OF_OTHERS.split(), "qalora_group_size"}
-"""What changes nothing of what an adapter computes, or is looked at by itself."""
+"""Keys that do not affect the computation, or that are checked elsewhere."""
 KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to begin that leave the base as it is; others take from it what they put in the adapter."""
+"""Initializations that leave the base unchanged; others (such as PiSSA) subtract the adapter from the base weights."""
 
 
 class LoraSettings(NamedTuple):
-    """What an adapter computes, and the base that it names."""
+    """The settings of a LoRA or DoRA adapter; `base` is the base model's name or path, if given."""
 
     rank: int
     alpha: float
     dropout: float
     dora: bool
-    tied: bool  # an embedding that is saved is the head, too
-    saved: tuple[str, ...]
+    tied: bool  # a saved embedding is also used as the head
+    saved: tuple[str, ...]  # modules_to_save
     base: str | None
 
 
 def lora_settings(folder: Path) -> LoraSettings:
-    """Raises CannotImport, naming each value that can't be used."""
+    """Read adapter_config.json. Raises CannotImport, naming each value that can't be used."""
     path = folder / CONFIG
     values: dict[str, Any] = {**MISSING, **read_object(path)}
     if faults := list(_faults(values)):
         raise CannotImport("\n".join(f"{path} {fault}" for fault in faults))
     rank = values["r"]
-    alpha = values["lora_alpha"] * (math.sqrt(rank) if values["use_rslora"] else 1.0)  # over rank it is the factor
+    # the adapter's factor is alpha / rank here; rsLoRA has alpha / sqrt(rank)
+    alpha = values["lora_alpha"] * (math.sqrt(rank) if values["use_rslora"] else 1.0)
     tied, saved = values["ensure_weight_tying"], tuple(values.get("modules_to_save") or ())
     base = values.get("base_model_name_or_path")
     return LoraSettings(rank, float(alpha), float(values["lora_dropout"]), values["use_dora"], tied, saved, base)

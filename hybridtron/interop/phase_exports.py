@@ -1,8 +1,8 @@
-"""The ends of phases as folders for transformers, as `phases.N.export` asks, written while a run goes through them.
+"""Exports the checkpoint at the end of each phase that has `phases.N.export`, during the run.
 
-An export that fails is reported and retried later: where the next phase ends, at the end of the run, and at the next
-start. It never ends training. One whose process was killed (it may need more memory than there is) is retried only when
-nothing is left to train.
+An export that fails is reported and retried: when the next phase ends, at the end of the run, and at the next start. It
+never ends training. If the process was killed during an export, which may have run out of memory, that export is
+retried only after the last training step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 
 class PhaseExports:
-    """A run's work after its phases; `failed` says of each export that failed last why it did, by the phase's name."""
+    """The export work of a run. `failed` maps phase names to the reason why their last export failed."""
 
     def __init__(self, config: Config) -> None:
         self.run_dir, self.last_step = Path(config.run.dir), last_step(config)
@@ -33,10 +33,11 @@ class PhaseExports:
         self.failed: dict[str, str] = {}
 
     def due(self, step: int) -> bool:
+        """Check if a phase with an export has ended by this step."""
         return any(phase.end_step <= step for phase in self.wanted)
 
     def run(self, step: int) -> None:
-        """Export what has ended at a step and is not there yet."""
+        """Export each phase that has ended by `step` and has no up-to-date export; failures are logged, not raised."""
         for phase in self.wanted:
             name = phase.settings.name
             output = self.run_dir / "export" / name
@@ -62,7 +63,10 @@ class PhaseExports:
 
 
 def export_phase(source: Checkpoint, output: Path, phase: ResolvedPhase) -> None:
-    """Write it and prove it on the first and the last layer of every kind; what is there already stays."""
+    """Write a phase's export, and prove it on the first and last layer of every kind.
+
+    Raises FileExistsError if `output` exists; nothing is overwritten.
+    """
     from hybridtron.interop.export import ExportPlan, export, target_of  # imports transformers, for those who export
     from hybridtron.interop.sample import verify_sample
 

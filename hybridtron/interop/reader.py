@@ -1,4 +1,8 @@
-"""Tensors of a folder as the Hugging Face Hub has it: safetensors, in shards or not, or pytorch_model.bin."""
+"""Reads the tensors of a Hugging Face folder: model.safetensors, its shards, or pytorch_model.bin.
+
+Files are untrusted: only float dtypes are accepted, shards must be in the folder itself, and nothing but tensors is
+unpickled. Names and shapes are read at once, values on demand.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,10 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 def read_values(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Values of a tensor, read; pages of a mapped file would stay and count as memory."""
+    """Read a tensor's values from byte `start`. Raises CannotImport if the file is too short.
+
+    The file is not memory-mapped, because pages of a mapping would stay resident and count as this process's memory.
+    """
     into = torch.empty(shape, dtype=dtype)
     with open_regular(file) as opened:
         opened.seek(start)
@@ -34,13 +41,14 @@ def read_values(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ..
 
 
 class WeightFiles(NamedTuple):
-    """What those of a folder are called: in one file, which may have an index of shards beside it, or pickled."""
+    """Names of a folder's weight files: the single safetensors file, and the pickled one. An index names shards."""
 
     single: str = "model.safetensors"
     pickled: str = "pytorch_model.bin"
 
     @property
     def index(self) -> str:
+        """Name of the index that maps tensors to shards."""
         return f"{self.single}.index.json"
 
 
@@ -48,7 +56,11 @@ OF_MODEL = WeightFiles()
 
 
 class Weights:
-    """Every tensor by its name; shapes at once, values when they are asked for."""
+    """A folder's tensors by name. Opening reads all shapes; `read` loads one tensor.
+
+    An index of shards takes precedence over a single file, and safetensors over the pickled file. Raises CannotImport
+    if there is none of them, or one can't be read.
+    """
 
     def __init__(self, folder: Path, names: WeightFiles = OF_MODEL) -> None:
         self.folder, self._names = folder, names
@@ -64,10 +76,11 @@ class Weights:
             raise CannotImport(f"{folder} has neither {names.single} nor {names.index} nor {names.pickled}")
 
     def read(self, name: str) -> Tensor:
+        """Load a tensor, in the dtype of the file."""
         return self._of_name[name]()
 
     def replaced(self, others: Weights, names: Mapping[str, str]) -> Weights:
-        """These, but for some, by their names here, that are read from others, by their names there."""
+        """Return a copy that reads some tensors from `others`; `names` maps names here to names there."""
         made = copy(self)
         made._of_name = self._of_name | {here: partial(others.read, there) for here, there in names.items()}
         return made
@@ -88,7 +101,7 @@ class Weights:
     def _add_safetensors(self, file: Path) -> None:
         try:
             require_regular(file)
-            with safe_open(file, framework="pt"):  # its checks of the head are those that everybody trusts
+            with safe_open(file, framework="pt"):  # the library validates the header, so the code below can trust it
                 pass
         except (OSError, SafetensorError) as error:
             raise CannotImport(f"{file} can't be read: {error}") from error
@@ -105,7 +118,7 @@ class Weights:
             self._of_name[name] = partial(read_values, file, start, NAMES[one["dtype"]], shape)
 
     def _add_pickled(self, file: Path) -> None:
-        """Nothing but tensors is unpickled."""
+        """Read a pickled state dict with `weights_only`, which unpickles nothing but tensors and plain containers."""
         try:
             require_regular(file)
             stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

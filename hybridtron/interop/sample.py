@@ -1,8 +1,8 @@
-"""The proof for a model that is too large to be held twice: some of its layers, as a model of their own.
+"""The export proof on a sample of layers, for models too large to be held in memory twice.
 
-Of every kind of layer the first and the last are taken, with embedding, norm and head. They are a model of the same
-letters: ours gets its weights from the checkpoint, theirs from the files of the folder, under the names that these
-layers have there; its configuration is the folder's, but for what says how many layers there are and which.
+The first and the last layer of every kind, with embedding, final norm and head, form a smaller model. Ours loads its
+weights from the checkpoint; transformers' loads the same layers from the exported files, renumbered. Its config.json is
+the exported one, except for the entries that list the layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybridtron.regular_files import read_regular
 
 
 def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof:
-    """Raises NotTheSame, saying what differs."""
+    """Compare an export with its checkpoint on sampled layers. Raises NotTheSame if logits or tokens differ."""
     whole = checkpoint.config.model
     taken = sampled(architecture(whole), target)
     model = part_of(whole, taken)
@@ -47,9 +47,10 @@ def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof
 
 
 def sampled(arch: Architecture, target: Native) -> list[int]:
-    """The sub-layers of the first and the last layer of every kind; some layers are two of them.
+    """Return the indices of the sub-layers in the sample: the first and the last layer of every kind.
 
-    Of layers that share weights the first two, since some classes know by their order which do.
+    A layer can be several sub-layers. If a kind's layers share weights, its first two are taken, because some classes
+    (Zamba2) decide by the layers' order which of them share.
     """
     groups = min(target.groups(arch), arch.inseparable, key=len)
     kinds = ["".join(arch.letters[index] for index in group) for group in groups]
@@ -61,20 +62,20 @@ def sampled(arch: Architecture, target: Native) -> list[int]:
 
 
 def part_of(model: ModelConfig, taken: list[int]) -> ModelConfig:
-    """The model of some of a model's sub-layers."""
+    """Return the configuration of a model that has only the sub-layers `taken`."""
     letters = architecture(model).letters
     pattern = "".join(letters[index] for index in taken)
     return replace(model, pattern=pattern, layers={k: v for k, v in model.layers.items() if k in pattern})
 
 
 def sample_size(model: ModelConfig, target: Native) -> int:
-    """Parameters of the part that is compared."""
+    """Count the sampled model's parameters."""
     part = part_of(model, sampled(architecture(model), target))
     return sum(parameter.size for parameter in parameter_table(part).values())
 
 
 def _names_in_the_folder(whole: ModelConfig, part: ModelConfig, taken: list[int], target: Native) -> dict[str, str]:
-    """Their name in the part -> their name in the whole model, of the same tensor of ours."""
+    """Map each tensor name of the sampled model to its name in the exported folder."""
     in_whole = {rule.ours: rule.theirs for rule in target.rules(whole)}
 
     def moved(rule: TensorRule) -> tuple[str, ...]:
@@ -84,6 +85,7 @@ def _names_in_the_folder(whole: ModelConfig, part: ModelConfig, taken: list[int]
 
 
 def _of_whole(name: str, taken: list[int]) -> str:
+    """Translate one of our weight names from the sampled to the full model: layer n there is layer taken[n]."""
     return re.sub(r"^layers\.(\d+)", lambda found: f"layers.{taken[int(found[1])]}", name)
 
 
@@ -95,6 +97,7 @@ def _settings(folder: Path, whole: ModelConfig, part: ModelConfig, target: Nativ
 
 
 def _ours(checkpoint: Checkpoint, model: ModelConfig, taken: list[int]) -> LanguageModel:
+    """Build our sampled model, with weights from the checkpoint."""
     ours = LanguageModel(model)
     read = checkpoint.weights(parameter_table(checkpoint.config.model))
     with torch.no_grad():

@@ -1,12 +1,13 @@
-"""The files of the class that is shipped with a model: those in `hybridtron/hf`, and one that is made here.
+"""The code files that are shipped with an exported model: those in `hybridtron/hf`, and a generated one.
 
-`mixers_hybridtron.py` holds every mixer of the registry: its spec, its module and the ops that it computes with, in the
-words of the package. It is put together definition by definition: what a mixer uses, and what that uses, as each stands
-in its file. So a mixer is written once, and is shipped without another line.
+The generated file, `mixers_hybridtron.py`, has every registered mixer: its spec, its module and the ops that it uses.
+It consists of the package's own definitions, copied verbatim along with all definitions that they use, so that a mixer
+is written once and needs no second version for exports.
 
-Three things differ from the package. Instead of `parallel/linear` stands `linear_hybridtron.py`, which knows a single
-process. An op becomes a plain function, its reference or what IMPLEMENTATIONS says: what chooses among them looks for
-packages and devices, of which the folder knows nothing. A name that two files define gets its file's name behind it.
+The copies differ from the package in three ways. `linear_hybridtron.py` and `context_hybridtron.py`, for a single
+process, replace the modules in STAND_INS. An op becomes a plain function, its reference or the implementation in
+IMPLEMENTATIONS, because the dispatcher depends on optional packages and devices. A name that several files define gets
+the file's name as a suffix.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ IMPLEMENTATIONS = {
     **dict.fromkeys(("angles", "attention"), "blocked"),
     "sparse_attention": "tiled",
 }
-"""Of ops whose reference, token by token or with a mask over all pairs, is too slow to be shipped alone."""
+"""Implementations of ops whose reference is too slow to ship: it works token by token, or on a mask over all pairs."""
 NEEDED_BESIDE = (
     DefinedName("architecture.base", "ModelSizes"),
     DefinedName("data.batch", "SeqInfo"),
@@ -50,11 +51,11 @@ NEEDED_BESIDE = (
     DefinedName("ops.documents", "document_starts"),
     DefinedName("ops.precision", "at_least_fp32"),
 )
-"""What the written files use of it."""
+"""Definitions that the handwritten files import from the generated one, apart from mixers."""
 FOREIGN = {"torch", *sys.stdlib_module_names}
 VERSION = 2
 RELEASED = {"0.1.0": "893afca9a78c4ace42de9a048856fa4aa96e782037ae94a5caefb4ed08561fc4"}
-"""Digests of what earlier versions shipped. A folder with one of them is run as it stands, like one of this version."""
+"""Digests of the code that earlier versions shipped. The code of a folder with such a digest is trusted and run."""
 HEAD = f'''"""Every mixer with what it computes with, on torch alone: specs, modules and ops.
 
 Made from the sources of hybridtron, definition by definition, when a model was exported. Version {VERSION} of the
@@ -66,16 +67,17 @@ from __future__ import annotations
 
 
 class NotShippable(ValueError):
-    """A mixer uses what can't be shipped; the message says what, and where."""
+    """Raised if a mixer uses something that can't be shipped; the message names both."""
 
 
 @cache
 def shipped_code() -> dict[str, bytes]:
-    """The files that an exported folder brings, by name. Raises NotShippable."""
+    """Return the code files of an exported folder, by name. Raises NotShippable."""
     return {path.name: path.read_bytes() for path in WRITTEN} | {f"{GENERATED}.py": mixers_file().encode()}
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
+    """Return the SHA-256 digest of files with their names and sizes."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
@@ -83,22 +85,22 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 
 def is_shipped(files: Mapping[str, bytes]) -> bool:
-    """Whether these are the files of this version or of an earlier one, byte for byte."""
+    """Check that files are exactly the code shipped by this version or an earlier one."""
     return digest_of(files) in {digest_of(shipped_code()), *RELEASED.values()}
 
 
 def provide(package: str) -> None:
-    """Let the generated file be imported from a package, as if it lay there."""
+    """Make the generated file importable as a module of `package`, without writing it to disk."""
     name, text = f"{package}.{GENERATED}", mixers_file()
     sys.modules[name] = module = module_from_spec(ModuleSpec(name, None))
     file = f"<{name}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # where tracebacks find it
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # so that tracebacks show its lines
     exec(compile(text, file, "exec"), module.__dict__)
 
 
 @cache
 def mixers_file() -> str:
-    """The text of the generated file. Raises NotShippable."""
+    """Return the text of the generated file. Raises NotShippable."""
     mixers = {kind: (_place_of(spec), _place_of_module(spec.module)) for kind, spec in SPECS.items()}
     places = _closure([*(place for pair in mixers.values() for place in pair), *NEEDED_BESIDE])
     names = _names(places)
@@ -118,16 +120,20 @@ def _place_of(spec: type) -> DefinedName:
 
 
 def _place_of_module(named: str) -> DefinedName:
+    """Parse a spec's `module`, `FILE:CLASS`."""
     file, _, name = named.partition(":")
     return DefinedName(file.removeprefix(HOME), name)
 
 
 def _resolved(module: str, name: str) -> DefinedName | None:
-    """Where a name of a file is defined; None where that is not in what is put together."""
+    """Follow imports to the definition of a name; None if the generated file does not contain that definition.
+
+    This is so for names from other packages and from modules with a stand-in.
+    """
     source = SourceFile.of(module)
     if name in source.own_imports:
         place = source.own_imports[name]
-        in_itself = place == (module, name)  # `from hybridtron.ops import scan`, a file
+        in_itself = place == (module, name)  # `from hybridtron.ops.scan import reference` in that folder: a file
         return None if in_itself or place.module in STAND_INS else _resolved(*place)
     if (op := source.call(name, "Op")) is not None:
         return _implementation(module, name, op)
@@ -135,7 +141,7 @@ def _resolved(module: str, name: str) -> DefinedName | None:
 
 
 def _implementation(module: str, name: str, op: ast.Call) -> DefinedName | None:
-    """The function that an op becomes: `name = Op(file.function, (file.IMPLEMENTATION, ...))`."""
+    """Return the function that replaces an op, defined by `name = Op(file.reference, (file.IMPLEMENTATION, ...))`."""
     reference, *others = [node for node in ast.walk(op) if isinstance(node, ast.Attribute)]
     if name not in IMPLEMENTATIONS:
         return _resolved(f"{module}.{ast.unparse(reference.value)}", reference.attr)
@@ -148,7 +154,7 @@ def _implementation(module: str, name: str, op: ast.Call) -> DefinedName | None:
 
 
 def _closure(wanted: Iterable[DefinedName]) -> list[DefinedName]:
-    """What is wanted and all that it uses, file by file, each file behind those that it imports."""
+    """Return the wanted definitions and their dependencies, file by file, each file after its imports."""
     found: set[DefinedName] = set()
     waiting = [place for each in wanted if (place := _resolved(*each)) is not None]
     while waiting:
@@ -169,6 +175,7 @@ def _closure(wanted: Iterable[DefinedName]) -> list[DefinedName]:
 
 
 def _after_imports(module: str, order: list[str], entered: set[str]) -> None:
+    """Append a module to `order` after the modules that it imports (depth-first); `entered` prevents repeats."""
     if module in entered or module in STAND_INS:
         return
     entered.add(module)
@@ -179,6 +186,7 @@ def _after_imports(module: str, order: list[str], entered: set[str]) -> None:
 
 
 def _check_foreign(place: DefinedName, use: Use) -> None:
+    """Raise NotShippable unless a name comes from a stand-in, from torch or from Python's standard library."""
     source, where = SourceFile.of(place.module), f"hybridtron/{place.module.replace('.', '/')}.py: {place.name}"
     if use.name in source.own_imports:
         module, name = source.own_imports[use.name]
@@ -197,7 +205,11 @@ def _check_foreign(place: DefinedName, use: Use) -> None:
 
 
 def _names(places: list[DefinedName]) -> dict[DefinedName, str]:
-    """What each is called in the file: by its own name, which an op's implementation takes from the op."""
+    """Choose each definition's name in the generated file.
+
+    It keeps its own name, but an op's implementation gets the name of the op, and the op's reference the suffix
+    `_reference`. Names that would occur twice get their file's path as a suffix.
+    """
     folders = {place.module.rpartition(".")[0] for place in places if place.module.count(".") > 1}
     chosen = {_resolved(folder, op): op for folder in folders for op in IMPLEMENTATIONS}
     wanted = {place: chosen.get(place, place.name) for place in places}
@@ -208,7 +220,7 @@ def _names(places: list[DefinedName]) -> dict[DefinedName, str]:
 
 
 def _imported(places: list[DefinedName]) -> dict[str, str]:
-    """The names that the file imports, each with its statement."""
+    """Map each name that the generated file imports to its import statement."""
     found: dict[str, str] = {}
     for module, name in places:
         source = SourceFile.of(module)
@@ -221,7 +233,7 @@ def _imported(places: list[DefinedName]) -> dict[str, str]:
 
 
 def _imports(places: list[DefinedName]) -> list[str]:
-    """Import statements, one for each module."""
+    """Return the generated file's import statements, one for each module."""
     together: dict[str, list[str]] = {}
     for statement in sorted(set(_imported(places).values())):
         module, _, name = statement.partition(" import ")
@@ -230,7 +242,7 @@ def _imports(places: list[DefinedName]) -> list[str]:
 
 
 def _text(place: DefinedName, names: dict[DefinedName, str]) -> str:
-    """A definition as it stands in its file, with the names that it and others have here."""
+    """Return a definition's source text, with its own and other definitions' names replaced by those in `names`."""
     source = SourceFile.of(place.module)
     lines, own = list(source.lines), source.lines_of(place.name)
     for use in sorted(source.uses(place.name), key=lambda use: (use.line, use.start), reverse=True):

@@ -1,8 +1,8 @@
-"""The tokenizer of an exported folder: the run's own, with a pad token where the model has an id to spare.
+"""The tokenizer of an exported folder: the run's own, with a pad token added if the vocabulary has a free id.
 
-Padding with eos works, but who fine-tunes with it masks eos together with the padding, and the model forgets to stop.
-bos is eos: documents are prepared without a token at their start, and what stands before one in a row is the eos of the
-document before. A bos that the tokenizer has beside it has never been seen by the model.
+Padding with eos works, but fine-tuning then masks eos together with the padding, and the model unlearns to stop. bos is
+set to eos: documents are prepared without a start token, so in a row the token before a document is the previous
+document's eos. If the tokenizer has a bos token of its own, the model has never seen it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.interop.writer import write_json
 
 PAD = "<|pad|>"
-CHAT = "chat"  # the key of a chat template in what a checkpoint says of its data
+CHAT = "chat"  # key of the chat template in a checkpoint's `meta.data`
 KNOWN_PADS = (PAD, "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids, as config.json names them; `shared` where padding has no id of its own."""
+    """Ids of the special tokens in config.json; None if unknown. bos is eos."""
 
     eos: int | None
     pad: int | None
 
     @property
     def shared(self) -> bool:
+        """True if padding uses eos, as it has no id of its own."""
         return self.pad is not None and self.pad == self.eos
 
     def settings(self) -> dict[str, int | None]:
@@ -40,7 +41,11 @@ class SpecialTokens:
 def write_tokenizer(
     folder: Path, stored: bytes, eos: int | None, vocab_size: int, length: int, chat: str | None = None
 ) -> SpecialTokens:
-    """tokenizer.json, tokenizer_config.json and a chat template, from a checkpoint's."""
+    """Write tokenizer.json, tokenizer_config.json and, if `chat` is set, chat_template.jinja.
+
+    `stored` is the checkpoint's tokenizer.json. If it can't be parsed, it is copied, and padding uses eos. `length` is
+    written as model_max_length.
+    """
     values: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -59,7 +64,7 @@ def write_tokenizer(
         if chat is not None:
             template = ChatTemplate.of_stored(chat)
             named = {name: token for name, token in template.tokens if token in ids}
-            values.pop("bos_token", None)  # where the template knew of none, it writes none
+            values.pop("bos_token", None)  # a template without a bos token must render none
             values = named | values | {name: named[name] for name in ("bos_token", "eos_token") if name in named}
             (folder / "chat_template.jinja").write_text(template.text, encoding="utf-8")
     (folder / "tokenizer.json").write_bytes(stored)
@@ -68,7 +73,7 @@ def write_tokenizer(
 
 
 def _with_pad(stored: bytes, vocab_size: int) -> tuple[bytes, dict[str, int]]:
-    """With a pad token, unless there is one or no id is left; and the ids of all tokens."""
+    """Add a pad token if there is none and an id is free; returns the tokenizer.json and the ids of all tokens."""
     ids = read_tokenizer(stored).get_vocab(with_added_tokens=True)
     free = max((number + 1 for number in ids.values()), default=0)
     if any(token in ids for token in KNOWN_PADS) or free >= vocab_size:

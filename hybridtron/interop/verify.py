@@ -1,8 +1,9 @@
-"""The proof that a folder is the model that a checkpoint holds: transformers loads it, and reads and writes as we do.
+"""The export proof: transformers must load a folder and compute the same logits and tokens as the checkpoint's model.
 
-Both compute in fp32 on the CPU. Rows are of adversarial lengths: 1, shorter and longer than the convolution, the window
-and the chunks of the scans and spans. Logits must agree at every position, the greedy continuation token by token, into
-a chunk that reads blocks of the prompt; where logits do not, the layer after which the streams part is named.
+Both models compute in fp32 on the CPU. Rows have adversarial lengths: 1, and shorter and longer than the convolution,
+the window, and the chunks of scans and span attention. Logits must agree at every position. A greedy continuation must
+agree token by token; with span attention it is long enough to reach a chunk that retrieves blocks of the prompt. If
+logits differ, the error names the first layer whose output differs.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from hybridtron.ops.multiplied import multiplied
 from hybridtron.regular_files import read_regular
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOLERANCE, ENLARGED = 1e-5, 1e-4
+TOLERANCE, ENLARGED = 1e-5, 1e-4  # fractions of the largest logit; see _allowed
 NEW_TOKENS = 12
-CHUNKS = 300  # tokens, more than one chunk of any scan has
+CHUNKS = 300  # tokens; longer than one chunk of any scan
 FORMER_CLASS = "its class is an earlier version's, which forgets the prompt in this transformers: export again"
 
 
 class NotTheSame(ValueError):
-    """A folder is not the model that it was made of."""
+    """Raised if a folder does not compute the same as the model that it was made from."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The largest difference of logits, as a share of the largest logit; and a caution about the folder's class."""
+    """A successful proof: row lengths, the largest difference as a fraction of the largest logit, and a caution."""
 
     lengths: tuple[int, ...]
     logits: float
@@ -57,12 +58,15 @@ class Proof:
 
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
-    """Raises NotTheSame, saying what differs."""
+    """Compare a folder with a full checkpoint. Raises NotTheSame if they differ."""
     return same_model(folder, checkpoint.config.model, whole_model(checkpoint))
 
 
 def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
-    """The same for weights that are at hand, as the checkpoint has them: they are rounded to the folder's type."""
+    """Compare a folder with our model in memory. Raises NotTheSame if they differ.
+
+    `ours` has the checkpoint's weights; they are rounded to the folder's dtype, except those that exports keep in fp32.
+    """
     with quiet():
         settings = read_object(folder / "config.json")
         target = next(target for target in TARGETS if target.name in settings["architectures"])
@@ -74,13 +78,13 @@ def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
 
 
 def same_answers(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> Proof:
-    """The same for two models that both compute in fp32."""
+    """Compare transformers' model with ours; both must compute in fp32. Raises NotTheSame if they differ."""
     try:
         return _proof(folder, theirs, ours, model)
     except NotTheSame:
         if not _span_chunks(model):
             raise
-        # of two blocks that are nearly as relevant either may be chosen in fp32
+        # in fp32, rounding can decide which of two almost equally relevant blocks is selected: compare in fp64
         return _proof(folder, theirs.double(), ours.double(), model)
 
 
@@ -93,7 +97,10 @@ def _proof(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -
 
 @torch.no_grad()
 def _same_logits(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig, length: int) -> float:
-    """How far the logits of two random rows are apart at most, as a share of the largest."""
+    """Return the largest difference between both models' logits on two random rows, over the largest logit.
+
+    Raises NotTheSame if it exceeds the tolerance.
+    """
     tokens_BL = torch.randint(model.vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
     expected = ours(tokens_BL, None, SeqInfo.stream(2, length)).output.transpose(0, 1)
     found = theirs(tokens_BL).logits
@@ -108,18 +115,22 @@ def _same_logits(folder: Path, theirs: Any, ours: LanguageModel, model: ModelCon
 
 
 def _allowed(model: ModelConfig, length: int) -> float:
-    """How far logits may be apart.
+    """Return the tolerance for a row's logits, as a fraction of the largest logit.
 
-    A head of the delta rule may read next to nothing, which the norm behind it enlarges with its rounding, ours or that
-    of transformers' fp32 chunks: the longer the row, the more. Zamba2's block has no residual connection: the rounding
-    of its attention is normed and goes through its MLP whole. Both sides are as far from float64 as from each other.
+    A delta-rule head may output almost zero. The norm after it then amplifies its rounding error, ours or that of
+    transformers' fp32 chunks, and the more so the longer the row is. Zamba2's block has no residual connection, so its
+    attention's rounding error passes through a norm and the MLP undiluted. In both cases either model differs from
+    float64 as much as from the other.
     """
     enlarges = any(isinstance(spec, DeltaRuleSpec | SharedBlockSpec) for spec in architecture(model).specs)
     return ENLARGED if enlarges and length == CHUNKS else TOLERANCE
 
 
 def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
-    """The first of their layers after which the streams differ; some of their layers are two of our sub-layers."""
+    """Describe the first layer of transformers after which the residual streams differ.
+
+    A layer may be several of our sub-layers, so our streams are compared at the ends of its layers only.
+    """
     streams: list[Tensor] = []
     of_residuals: list[Tensor] = []
 
@@ -137,14 +148,12 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     for hook in hooks:
         hook.remove()
     found = theirs(tokens_BL, output_hidden_states=True).hidden_states
-    if (
-        len(streams) != len(found) - 1
-    ):  # a feeder is a part of the next one's layer there, and what is beside one of its
+    if len(streams) != len(found) - 1:  # feeders and parallel branches have no layer of their own in transformers
         streams = of_residuals
     together = len(streams) // (len(found) - 1)
     embedded_BLD = multiplied(ours.embedding(tokens_BL), ours.embedding_multiplier).transpose(0, 1)
     first = 1 if _apart(found[0], embedded_BLD) <= TOLERANCE else 0  # Mamba's classes leave the embedding out
-    for layer, stream in enumerate(found[first:-1]):  # the last one has passed the norm
+    for layer, stream in enumerate(found[first:-1]):  # the last hidden state is after the final norm
         if not _apart(stream, streams[(layer + 1) * together - 1].transpose(0, 1)) <= TOLERANCE:
             return f"the streams part in layer {layer}"
     return "the streams part in the last layer, or behind it"
@@ -155,7 +164,11 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 
 
 def loaded(folder: Path, settings: Mapping[str, Any]) -> Any:
-    """The folder's model in fp32, with these settings, if transformers finds in it exactly what it looks for."""
+    """Load a folder in transformers, in fp32; `settings` override its config.json.
+
+    Raises NotTheSame if tensors are missing, unexpected or of another shape. Code in the folder runs only if it is ours
+    (see `brings_our_code`).
+    """
     import transformers
 
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -168,11 +181,11 @@ def loaded(folder: Path, settings: Mapping[str, Any]) -> Any:
 
 
 def brings_our_code(folder: Path) -> bool:
-    """Whether a folder is of our class, with files that a version of hybridtron shipped, byte for byte.
+    """Check that a folder's code may be run: it is the custom class, byte for byte as a hybridtron version shipped it.
 
-    Raises NotTheSame where it has other code: of a trusted folder transformers runs what auto_map names, a `generate`
-    of the folder's own, and the code of the model that an adapter is for, wherever that is. Of a class that it has by
-    itself it runs its own, whatever code a folder brings, and the folder is not trusted.
+    Returns False if config.json has no auto_map or names a native class: transformers then runs its own class, and the
+    folder is not trusted. Raises NotTheSame for any other code: in a trusted folder transformers runs the files in
+    auto_map, a custom `generate`, and the code of an adapter's base model, wherever that is.
     """
     settings = read_object(folder / "config.json")
     auto_map = settings.get("auto_map")
@@ -191,7 +204,7 @@ def brings_our_code(folder: Path) -> bool:
 
 
 def in_fp32(model: LanguageModel, dtype: torch.dtype, kept: Collection[str] = ()) -> LanguageModel:
-    """Computing in fp32, with weights rounded to a type, but for those that a folder has in fp32."""
+    """Cast a model to fp32 after rounding its weights to `dtype`; weights named in `kept` are not rounded."""
     exact = {name: weight.data for name, weight in model.named_parameters() if name in kept}
     model = model.cast(dtype).cast(torch.float32).eval()
     for name, value in exact.items():
@@ -200,14 +213,14 @@ def in_fp32(model: LanguageModel, dtype: torch.dtype, kept: Collection[str] = ()
 
 
 def whole_model(checkpoint: Checkpoint) -> LanguageModel:
-    """What a checkpoint holds, with the weights as they are stored."""
+    """Build a checkpoint's full model on the CPU, with the weights as stored."""
     model = LanguageModel(checkpoint.config.model)
     checkpoint.load_weights(model)
     return model
 
 
 def lengths_of(model: ModelConfig) -> tuple[int, ...]:
-    """One token; around the convolution and the window; more than a chunk of a scan, and of spans."""
+    """Return the row lengths of the proof: around the convolution's and the window's sizes, and beyond one chunk."""
     specs = architecture(model).specs
     windows = {window for spec in specs if (window := getattr(spec, "window", None)) is not None}
     around = {near for window in windows for near in (window - 1, window, window + 1, 2 * window + 3)}
@@ -215,12 +228,13 @@ def lengths_of(model: ModelConfig) -> tuple[int, ...]:
 
 
 def _span_chunks(model: ModelConfig) -> set[int]:
-    """The sizes of chunks that read chosen blocks outside training."""
+    """Return the chunk sizes of span attention that also retrieves blocks at evaluation; empty without it."""
     specs = architecture(model).specs
     return {max(s.chunks()) for s in specs if isinstance(s, SpanSpec) and s.eval == "span" and s.retrieves}
 
 
 def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> None:
+    """Compare greedy continuations of a random prompt. Raises NotTheSame if a token differs."""
     length = max(7, max(_span_chunks(model), default=0) - NEW_TOKENS // 2)
     prompt_BL = torch.randint(model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     expected: Tensor = generate(ours, prompt_BL, NEW_TOKENS, temperature=0, seed=0)
@@ -234,15 +248,15 @@ def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: Mo
 
 
 def _has_floors(model: ModelConfig) -> bool:
-    """Whether step sizes have a smallest value, which transformers forgets where it continues from a cache."""
+    """Check if a Mamba-2 clamps step sizes to a minimum: transformers ignores it when generating from a cache."""
     return any(isinstance(spec, Mamba2Spec) and spec.dt_floor > 0 for spec in architecture(model).specs)
 
 
 def takes_former_cache(theirs: Any) -> bool:
-    """Check whether a class takes its cache by a name that the installed transformers has replaced.
+    """Check if a class takes its cache under a name that the installed transformers no longer uses.
 
-    transformers 5.24 renamed `past_key_values` to `cache`. The class that version 0.1.0 shipped has the former name: it
-    reads rows as before, and continues them without what it has read.
+    transformers 5.24 renamed `past_key_values` to `cache`. The custom class of version 0.1.0 has the former name: its
+    logits are right, but `generate` continues without the cached state, as if the prompt were empty.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -253,7 +267,7 @@ def takes_former_cache(theirs: Any) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers warns of slow paths and missing kernels, which concern nobody here."""
+    """Silence transformers' warnings of slow paths and missing kernels, and its progress bars, within a block."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

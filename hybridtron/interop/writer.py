@@ -1,6 +1,7 @@
-"""A model's folder as the Hugging Face Hub has it: shards of safetensors with an index, small files beside them.
+"""Writes a model folder in the layout of the Hugging Face Hub: safetensors shards with an index, and JSON files.
 
-Which tensor stands where is known before one is read; they are then made, written and forgotten one at a time.
+The position of each tensor in the files is known before any is read. Tensors are then converted, written and freed one
+after another, so that memory does not grow with the model; a thread prepares the next while one is written.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that is to be written, and its type."""
+    """A tensor to be written: its rule and its dtype in the file."""
 
     rule: TensorRule
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
+        """Bytes in the file."""
         return math.prod(self.rule.shape) * self.dtype.itemsize
 
 
@@ -42,7 +44,11 @@ def write_weights(
     made: Callable[[TensorRule], Tensor],
     progress: Callable[[int, int], None],
 ) -> None:
-    """All tensors, and the index where there is more than one shard."""
+    """Write all tensors in shards of at most `largest` bytes, and an index if there are several shards.
+
+    `made` builds a tensor by its rule; `progress` is called with (bytes written, bytes in total). A tensor larger than
+    `largest` gets a shard to itself.
+    """
     shards = in_parts(tensors, lambda tensor: tensor.size, largest)
     total, done, where = sum(tensor.size for tensor in tensors), 0, {}
     values = prefetched(made(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
@@ -67,4 +73,5 @@ def write_weights(
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
+    """Write an indented JSON object with sorted keys."""
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

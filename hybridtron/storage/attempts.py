@@ -1,8 +1,8 @@
-"""Bounded attempts: whatever a store does, a request to it ends, and ends in one kind of error.
+"""Bounded retries: a request to a store always ends, and fails with one kind of error.
 
-Clients of stores bound one wait for the network, not the number of waits: a store that sends a byte a second would be
-listened to for ever. So every attempt runs in a thread of its own, which is abandoned when its time is over; what such
-a thread still writes must lie where nobody looks. Python can't end a thread, so it stays until its own waits end.
+A store's client limits each wait for the network but not their number. A store that sends a byte a second would keep
+it busy for ever. Each attempt therefore runs in a thread, which is abandoned at its deadline. Python cannot end a
+thread: it lives until its own waits end, so an attempt must write only to places that are not read otherwise.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Result = TypeVar("Result")
-PAUSE = 1.0  # seconds before the second attempt; at most twice as many before each that follows
+PAUSE = 1.0  # maximum seconds before the second attempt; doubled before each later attempt
 LONGEST_PAUSE = 20.0
 
 
 class StorageError(RuntimeError):
-    """A request to a store, or to the cache of one, failed. The text says what was tried, for how long, and why."""
+    """Raised when a request to a store, or to its cache, fails.
+
+    The message says how often it was tried, and why it failed.
+    """
 
 
 class ObjectMissingError(StorageError):
-    """There is nothing of that name in the store."""
+    """Raised when a store has no object with the requested name."""
 
 
 class Damaged(Exception):
-    """What is wrong with a file's bytes: they are not the ones that were stored."""
+    """Raised when a file's bytes differ from those stored. The message is a predicate, such as "has 5 of 10 bytes"."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long an attempt may take, and how often it is repeated.
+    """Retry policy: how long an attempt may take, and how often it is repeated.
 
     timeout: seconds for a small request, and for each wait for the network
-    retries: attempts after the first one
-    slowest: bytes per second at which a large file may take longer than the timeout
+    retries: attempts after the first
+    slowest: minimum transfer rate in bytes per second, which extends the timeout for a large file
     """
 
     timeout: float = 60.0
@@ -46,24 +49,30 @@ class Patience:
     slowest: int = 2**20
 
     def deadline(self, size: int) -> float:
-        """Seconds that one attempt may take to move `size` bytes."""
+        """Return the seconds that one attempt may take to move `size` bytes."""
         return max(self.timeout, size / self.slowest)
 
     def pause(self, number: int) -> float:
-        """Seconds, at most, before the attempt that follows the first `number`: short ones where the timeout is."""
+        """Return the maximum pause in seconds after attempt `number`, which counts from 1.
+
+        The maximum doubles with each attempt, up to LONGEST_PAUSE or a quarter of the timeout.
+        """
         return min(PAUSE * 2 ** (number - 1), LONGEST_PAUSE, self.timeout / 4)
 
     def total(self, size: int) -> float:
-        """Seconds that all attempts may take together, which is what others wait for them."""
+        """Return the seconds that all attempts and pauses may take together. Others wait that long for the outcome."""
         pauses = sum(self.pause(number) for number in range(1, self.retries + 1))
         return (self.retries + 1) * self.deadline(size) + pauses
 
 
 def attempted(patience: Patience, size: int, what: str, attempt: Callable[[], Result]) -> Result:
-    """What an attempt gives, made again while its failure may pass; StorageError says what the last failure was.
+    """Call `attempt` until it succeeds, and return its result; raise StorageError after the last failure.
 
-    `size` is the bytes that it moves, `what` the verb of the message, such as "fetched". A StorageError of the
-    attempt itself is final.
+    size: bytes that an attempt moves, for its deadline
+    what: a participle for the message, such as "fetched"
+
+    A StorageError, a missing package, a missing file or a refused permission is not retried. A missing file raises
+    ObjectMissingError.
     """
     begin = time.monotonic()
     for number in range(1, patience.retries + 2):
@@ -77,13 +86,16 @@ def attempted(patience: Patience, size: int, what: str, attempt: Callable[[], Re
                 took = f"{number} {'attempts' if number > 1 else 'attempt'}, {time.monotonic() - begin:.1f} s"
                 kind = ObjectMissingError if isinstance(error, FileNotFoundError) else StorageError
                 raise kind(f"can't be {what} ({took}): {_described(error)}") from error
-        # Processes that were refused together would otherwise come back together.
+        # Random, because processes that were refused together would otherwise retry together.
         time.sleep(patience.pause(number) * random.SystemRandom().uniform(0.5, 1))
     raise AssertionError("at least one attempt is made")
 
 
 def bounded(seconds: float, attempt: Callable[[], Result]) -> Result:
-    """What an attempt gives, or TimeoutError; then it continues in a thread for which nobody waits."""
+    """Run `attempt` in a thread and return its result; raise TimeoutError after `seconds`.
+
+    After a timeout the thread is abandoned, not stopped.
+    """
     outcome: Future[Result] = Future()
 
     def run() -> None:

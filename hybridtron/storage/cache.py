@@ -1,15 +1,15 @@
-"""The cache on this machine: which files are there and known to be right, who fetches one, and which one has to go.
+"""The cache on this machine: which files are present and verified, which process fetches a file, and which are evicted.
 
-    FOLDER/.lock                               held while room is made
-    FOLDER/<digest of the dataset's name>/     an entry: one dataset, laid out as itself
-        KEY                                    a file as it is read; nothing else ever has this name
-        .verified/KEY                          the state of a file whose digest was right; its mtime: last use
-        .locks/KEY                             held while a file is made present
-        .staging/KEY/                          where that happens; left by a killed process, it is removed by the next
+    FOLDER/.lock                               held while files are evicted to make room
+    FOLDER/<digest of the dataset's name>/     an entry: one dataset, with its own layout
+        KEY                                    a complete file; nothing else ever has this name
+        .verified/KEY                          a verified file's size, time, inode and digest; its mtime: last use
+        .locks/KEY                             held while a file is fetched
+        .staging/KEY/                          temporary folder of a fetch; the next fetch removes a killed process's
 
-Keys are paths below the dataset's root. Files with a mark in .verified are what may be evicted: shards, but not the few
-small files beside them. A dataset that is read in place has an entry of marks alone. Locks are the kernel's (flock):
-they end with their process. Nothing here downloads (`fetch.py`) or knows what a shard holds.
+Keys are paths below the dataset's root. Only files with a mark in .verified can be evicted: shards, but not the few
+small files beside them. A dataset that is read in place has an entry with marks alone. Locks are the kernel's (flock)
+and end with their process. This module neither downloads (`fetch.py`) nor knows the format of a shard.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hybridtron.storage.attempts import Damaged, Patience, StorageError
 from hybridtron.storage.digest import digest_of
 
 _NAMES = 16  # characters of a digest that name an entry
-_LOOK_S = 0.05  # between one look at a lock that another process holds and the next
+_LOOK_S = 0.05  # seconds between two tries to take a lock, or to find room
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Where files are kept, how many bytes of them, and how patient to be with the stores that they come from."""
+    """Settings of the cache: its folder, its limit in bytes (None: unlimited), and the retry policy for stores."""
 
     folder: Path
     limit: int | None = None
@@ -45,7 +45,10 @@ class CacheOptions:
 
 @contextmanager
 def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
-    """Turn an error of the cache's disk into one that says what to do; others pass."""
+    """Convert errors of the cache's disk into a StorageError with advice; other errors pass unchanged.
+
+    size: bytes that were to be written, for the message
+    """
     try:
         yield
     except OSError as error:
@@ -64,18 +67,19 @@ def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
 
 
 class CacheEntry:
-    """What the cache holds of one dataset."""
+    """The cached files of one dataset."""
 
     def __init__(self, options: CacheOptions, dataset: str) -> None:
         self.options = replace(options, folder=options.folder.absolute())
         self.root = self.options.folder / digest_of(dataset.encode())[:_NAMES]
-        self._known: dict[str, list[int | str]] = {}  # as the marks, for a cache that can't be written
+        self._known: dict[str, list[int | str]] = {}  # contents of the marks, for a cache that can't be written
 
     def open(self, path: Path, key: str, size: int, digest: str) -> mmap.mmap:
-        """The bytes of a file, mapped; Damaged if they are not of this size and digest.
+        """Map a file into memory; raise Damaged if its size or digest is wrong.
 
-        The digest is computed once per file: the mark that is left then holds for as long as the file's size, time and
-        inode stay what they were.
+        The digest is computed once per file. A mark then records size, mtime, inode and digest, and is valid while
+        these stay the same. Opening a file updates the mark's mtime, the time of last use. A symbolic link raises
+        OSError.
         """
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
@@ -93,19 +97,23 @@ class CacheEntry:
         return mapped
 
     def forget(self, path: Path, key: str) -> None:
-        """Throw a file of the cache away."""
+        """Delete a file from the cache, with its mark."""
         path.unlink(missing_ok=True)
         self._mark_file(key).unlink(missing_ok=True)
 
     @contextmanager
     def lock(self, key: str, seconds: float) -> Iterator[None]:
-        """Be the only one that makes a file of the cache present; StorageError after so long a wait."""
+        """Hold the lock under which a file is fetched; raise StorageError after waiting for `seconds`."""
         with _locked(self.root / ".locks" / key, seconds):
             yield
 
     @contextmanager
     def staging(self, key: str, size: int | None = None) -> Iterator[Path]:
-        """A folder in which a file is made ready, with room for `size` bytes of it; its lock must be held."""
+        """Create an empty temporary folder in which to prepare a file, and remove it at the end.
+
+        The caller holds the file's lock. With `size`, and if the cache has a limit, other files are evicted to reserve
+        that number of bytes.
+        """
         folder = self.root / ".staging" / key
         shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -117,7 +125,10 @@ class CacheEntry:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _reserve(self, folder: Path, size: int) -> None:
-        """Evict until there is room, and write down that it is taken."""
+        """Evict files until `size` bytes fit, and record the reservation in `folder`.
+
+        Raises StorageError if the fetches of other processes leave no room for too long.
+        """
         patience = self.options.patience.total(size)
         end = time.monotonic() + patience
         while True:
@@ -144,19 +155,19 @@ class CacheEntry:
     def _mark(self, key: str, state: list[int | str]) -> None:
         mark = self._mark_file(key)
         temporary = mark.with_name(f".{mark.name}.{secrets.token_hex(4)}")
-        with suppress(OSError):  # then the file is verified once per process
+        with suppress(OSError):  # without a mark, every process verifies the file once
             mark.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(state))
             temporary.replace(mark)
 
 
 def make_room(options: CacheOptions, size: int) -> bool:
-    """Evict the least recently used files until `size` bytes fit under the limit; the cache's lock must be held.
+    """Evict the least recently used files until `size` bytes fit; return False if reservations leave too little.
 
-    False if what others are fetching leaves too little. A file that is mapped somewhere stays readable there.
+    The caller holds the cache's lock. An evicted file stays readable where it is mapped.
     """
     assert options.limit is not None
-    reserved = _reserved(options.folder)  # first: what is put in its place meanwhile counts twice, not never
+    reserved = _reserved(options.folder)  # first: a file that is completed meanwhile then counts twice, not never
     files = sorted(_evictable(options.folder))
     free = options.limit - size - reserved - sum(bytes_ for _, bytes_, _, _ in files)
     for _, bytes_, file, mark in files:
@@ -169,16 +180,19 @@ def make_room(options: CacheOptions, size: int) -> bool:
 
 
 def _evictable(folder: Path) -> Iterator[tuple[int, int, Path, Path]]:
-    """Every file that has a mark: when it was used, its bytes, itself and the mark."""
+    """Yield the last use, the bytes, the path and the mark of every file with a mark."""
     for entry in _entries(folder):
         for mark in _files(entry / ".verified"):
             file = entry / mark.relative_to(entry / ".verified")
-            with suppress(FileNotFoundError):  # of a dataset that is read in place, or evicted meanwhile
+            with suppress(FileNotFoundError):  # the file is read in place, outside the cache, or was evicted meanwhile
                 yield mark.stat().st_mtime_ns, file.lstat().st_size, file, mark
 
 
 def _reserved(folder: Path) -> int:
-    """Bytes that processes are fetching now. What a killed one left is removed: nobody holds its lock."""
+    """Return the bytes that processes are fetching now.
+
+    A killed process holds no lock, so its reservation is recognized and removed.
+    """
     total = 0
     for entry in _entries(folder):
         for reserved in [file for file in _files(entry / ".staging") if file.name == ".reserved"]:
@@ -197,14 +211,17 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files below a folder; os.walk skips folders that others remove meanwhile, Path.rglob raises."""
+    """Yield all files below a folder. os.walk skips folders that are removed meanwhile; Path.rglob would raise."""
     for parent, _, names in os.walk(folder):
         yield from (Path(parent, name) for name in names)
 
 
 @contextmanager
 def _locked(file: Path, seconds: float) -> Iterator[None]:
-    """Hold a lock file. The file stays: removing it would let two processes hold locks of one name."""
+    """Hold a lock file; raise StorageError after waiting for `seconds`.
+
+    The file is never removed: otherwise two processes could each hold a lock with the same name.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     end = time.monotonic() + seconds
@@ -215,10 +232,11 @@ def _locked(file: Path, seconds: float) -> Iterator[None]:
             time.sleep(_LOOK_S)
         yield
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # releases the lock
 
 
 def _taken(descriptor: int) -> bool:
+    """Take a lock without waiting; return False if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""The digest that data folders, checkpoints and the cache carry: XXH3 of 128 bits.
+"""The digest of data folders, checkpoints and the cache: XXH3 with 128 bits.
 
-It finds what disks, memory and networks do by accident, at the speed of memory. It is no protection against somebody
-who wants two files to have the same one.
+It detects accidental damage by disks, memory and networks, at the speed of memory. It does not protect against files
+that somebody constructs to have the same digest.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ import xxhash
 
 
 def digest_of(data: bytes | memoryview | mmap) -> str:
-    """32 hexadecimal digits."""
+    """Return the digest as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)

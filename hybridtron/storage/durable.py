@@ -1,4 +1,4 @@
-"""Writing so that it is on disk when this returns, whatever happens to the machine then."""
+"""Durable writes: data is on disk when a function returns, and survives a crash of the machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from pathlib import Path
 
 from hybridtron.own_folders import sync
 
-EARLY = 2**24  # bytes that are worth a flush of their own
+EARLY = 2**24  # bytes written since the last flush that start another one
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Callable[[memoryview], None]]:
-    """What adds bytes to a new file: the disk takes them while more are written, and has all when the block ends."""
+    """Open a new file, and yield a function that appends bytes to it.
+
+    A thread flushes written bytes to disk while more are written. All bytes are on disk when the block ends.
+    """
     size = begun = 0
     flush = Future[None]()
     flush.set_result(None)
@@ -27,7 +30,7 @@ def writing(path: Path) -> Iterator[Callable[[memoryview], None]]:
             while stored:
                 stored = stored[file.write(stored) :]
             if size - begun >= EARLY and flush.done():
-                flush.result()  # the disk reports an error once
+                flush.result()  # raises the flush's error, which the disk reports only once
                 begun, flush = size, thread.submit(os.fsync, file.fileno())
 
         yield write
@@ -36,12 +39,12 @@ def writing(path: Path) -> Iterator[Callable[[memoryview], None]]:
 
 
 def temporary_of(path: Path) -> Path:
-    """Where a file or a folder stands until it has its name; a process that is killed leaves it there."""
+    """Return the temporary path of a file or folder. A killed process leaves it behind."""
     return path.with_name(f".{path.name}.temporary")
 
 
 def put(path: Path, stored: bytes) -> None:
-    """A file that appears whole, in place of one that may be there, and stays."""
+    """Write a file atomically and durably. A reader sees the old content or the new, never a part."""
     temporary = temporary_of(path)
     temporary.write_bytes(stored)
     sync(temporary)

@@ -1,4 +1,7 @@
-"""Bringing files into the cache: fetched, unpacked and verified in bounded time, and only then given their names."""
+"""Fetching files into the cache.
+
+Each is fetched, unpacked and verified in bounded time, and only then gets its name.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ Opened = TypeVar("Opened")
 
 @dataclass(frozen=True)
 class Wanted(Generic[Opened]):
-    """A file of the cache, and how it gets there.
+    """A file to be cached, and how to obtain it.
 
-    key, stored: its name below the cache's entry, and below the remote place
-    size: the bytes that are moved for it, which say how long that may take
-    opened: what is made of it, or Damaged
-    unpacked: its bytes from the file that was stored, where that is another; Damaged too
+    key, stored: its name below the cache's entry, and below the remote folder
+    size: bytes to move, for the time limit
+    opened: opens the cached file, and raises Damaged if it is not valid
+    unpacked: decompresses the stored file, and raises Damaged if it is not valid; None where it is stored uncompressed
     """
 
     key: str
@@ -32,7 +35,7 @@ class Wanted(Generic[Opened]):
     unpacked: Callable[[Path], bytes] | None = None
 
     def ready(self, remote: Remote, folder: Path) -> tuple[Path, Opened]:
-        """Where the file stands, verified, inside a folder that nobody else looks at; one attempt."""
+        """Fetch the file once into the temporary `folder` and verify it; return its path and the result of `opened`."""
         into = folder / secrets.token_hex(8) / "file"
         brought = remote.bring(self.stored, into.with_name("stored") if self.unpacked else into)
         if self.unpacked is not None:
@@ -45,9 +48,10 @@ class Wanted(Generic[Opened]):
 def fetched(
     entry: CacheEntry, remote: Remote, wanted: Wanted[Opened], evictable: bool = True, again: bool = False
 ) -> Opened:
-    """What `wanted.opened` makes of a file of the cache, which is fetched where it is absent or damaged, or again.
+    """Return `wanted.opened` of a cached file. The file is fetched if it is absent or damaged, or if `again` is set.
 
-    `evictable` files count for the cache's limit. A fault leaves the cache without the file, never with a wrong one.
+    Files that are `evictable` count against the cache's limit. A failure raises StorageError, and never leaves a
+    damaged file in the cache.
     """
     options, size = entry.options, wanted.size
 
@@ -56,7 +60,7 @@ def fetched(
             return wanted.ready(remote, staging)
 
     try:
-        # Who holds the lock may first wait for room, then fetch.
+        # Twice the time, because the holder of the lock may first wait for room and then fetch.
         with disk_advice(options, size), entry.lock(wanted.key, 2 * options.patience.total(size)):
             path = inside(entry.root, wanted.key)
             if not again:
@@ -67,7 +71,7 @@ def fetched(
             with entry.staging(wanted.key, size if evictable else None) as staging:
                 ready, opened = attempted(remote.patience, size, "fetched", attempt)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                ready.replace(inside(entry.root, wanted.key))  # a mark stays true under the file's new name
+                ready.replace(inside(entry.root, wanted.key))  # renaming keeps inode and mtime, so the mark stays valid
             return opened
     except OSError as error:
         raise StorageError(f"can't be brought into the cache {options.folder}: {error}") from error

@@ -1,7 +1,7 @@
-"""Stores that only mosaicml-streaming has a client for (gs://, hf://, azure:// ...): the one place that imports it.
+"""Stores for which only mosaicml-streaming has a client (gs://, hf://, azure:// ...). Only this file imports it.
 
-It is optional, and is installed without its dependencies: it pins transformers < 5, numpy < 2.2 and torchvision, which
-what is used of it does not need.
+The package is optional, and is installed without its dependencies. It pins transformers < 5, numpy < 2.2 and
+torchvision, but the modules that are used here need none of them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CLIENTS = {
     "sftp": "paramiko",
     "dbfs": "databricks-sdk",
     "alipan": "AliPCS-Py",
-}  # scheme -> what pip installs for it
+}  # scheme -> packages that pip installs for it
 
 
 class MosaicStore:
-    """A folder behind one of these URLs. Its clients are connected once, and each serves one attempt at a time."""
+    """A folder in one of these stores, by its URL. Clients stay connected, and each serves one attempt at a time."""
 
     def __init__(self, url: str, patience: Patience) -> None:
         self.url, self.patience, self.scheme = url.rstrip("/"), patience, urlparse(url).scheme
@@ -47,11 +47,11 @@ class MosaicStore:
         self._owner = os.getpid()
 
     def bring(self, name: str, into: Path) -> Path:
-        """Write an object into a file of this machine: one attempt, neither bounded nor repeated.
+        """Download an object to a local file: one attempt, without time limit or retry.
 
-        A client that failed, or that nobody waits for any more, is not used again.
+        A client returns to the idle ones only after its download has succeeded.
         """
-        if self._owner != os.getpid():  # a forked process has its parent's connections
+        if self._owner != os.getpid():  # a forked process must not use its parent's connections
             self._idle, self._owner = [], os.getpid()
         try:
             client = self._idle.pop() if self._idle else downloaders()[self.scheme]()
@@ -64,25 +64,29 @@ class MosaicStore:
 
 @cache
 def downloaders() -> dict[str, Any]:
-    """Scheme -> mosaicml-streaming's class; ImportError where it, or what it needs for this, is not installed."""
+    """Return mosaicml-streaming's downloader class for each scheme.
+
+    Raises ImportError if the package, or a dependency of these classes, is not installed.
+    """
     return imported(f"{PACKAGE}.base.storage.download").DOWNLOADER_MAPPINGS
 
 
 def imported(name: str) -> ModuleType:
-    """A module of mosaicml-streaming, imported without the packages above it."""
+    """Import a module of mosaicml-streaming without importing its parent packages."""
     with _without_packages():
-        import_module(f"{PACKAGE}.base.format")  # first, as it and `base.util` import each other
+        import_module(f"{PACKAGE}.base.format")  # first, because it and `base.util` import each other
         return import_module(name)
 
 
 @contextmanager
 def _without_packages() -> Iterator[None]:
-    """Let modules below `streaming` and `streaming.base` be imported without these two.
+    """Allow imports below `streaming` and `streaming.base` without importing these two packages.
 
-    `import streaming` imports its vision part, and with it torchvision; `import streaming.base` its loader, and with it
-    transformers < 5. Neither is needed here or can be had beside what is. Two empty modules stand in for them while the
-    import lasts; then every module of it is taken out of sys.modules again, since somebody else may want to import the
-    whole package later, and must not find halves of it. Where it is there already, whole, it is used as it is.
+    `import streaming` imports its vision part and so torchvision; `import streaming.base` imports its loader and so
+    transformers < 5. Neither is needed here, nor can it be installed beside this package's requirements. Two empty
+    modules replace the packages during the import. Afterwards every module of the package is removed from sys.modules,
+    because other code may import the full package later and must not find half of it. A package that is already
+    imported is used as it is.
     """
     if PACKAGE in sys.modules:
         yield

@@ -1,4 +1,4 @@
-"""Where files are brought from: a folder of this machine, an S3-compatible bucket, or what mosaicml-streaming reads."""
+"""Places to fetch files from: a local folder, an S3-compatible bucket, or a store that mosaicml-streaming reads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from hybridtron.storage.s3 import Bucket
 
 
 class Remote(Protocol):
-    """A place that holds files by names below it, and how patient to be with it."""
+    """A place that holds files by relative name, with the retry policy for its requests."""
 
     patience: Patience
 
     def bring(self, name: str, into: Path) -> Path:
-        """Where the file can be read now: `into`, or where it lies already. One attempt; see `attempts.attempted`."""
+        """Make a file readable and return its path: `into`, or its own place if it is local.
+
+        This is one attempt; see `attempts.attempted`.
+        """
         ...
 
 
 class LocalFolder:
-    """A folder of this machine, whose files are read where they lie. Its faults do not pass, so each is tried once."""
+    """A local folder, whose files are read in place. Its faults are permanent, so each request is tried once."""
 
     def __init__(self, path: Path, patience: Patience) -> None:
         self.path, self.patience = path, replace(patience, retries=0)
@@ -34,12 +37,12 @@ class LocalFolder:
 
 
 def is_url(path: str) -> bool:
-    """Whether a folder has to be fetched from somewhere."""
+    """Return True for a URL, which has to be fetched, and False for a local path."""
     return "://" in path
 
 
 def remote_of(place: str, patience: Patience) -> Remote:
-    """What reads a URL or a local path; StorageError where nothing does."""
+    """Return the reader of a URL or a local path; raise StorageError if the URL's scheme is unknown."""
     if not is_url(place):
         return LocalFolder(Path(place), patience)
     scheme = urlparse(place).scheme
@@ -52,7 +55,7 @@ def remote_of(place: str, patience: Patience) -> Remote:
 
 
 def inside(root: Path, relative: str) -> Path:
-    """A file below a folder, by a path in which nothing is a symbolic link; StorageError otherwise."""
+    """Return the path of a file below `root`; raise StorageError if it leads outside or contains a symbolic link."""
     path = path_inside(root, relative)
     if path is None:
         raise StorageError(f"{root} names {relative!r}, which leads, or could lead, out of the folder: not opened")

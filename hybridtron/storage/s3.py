@@ -1,8 +1,8 @@
-"""The one client of S3-compatible stores: what reads shards from a bucket and copies checkpoints into one.
+"""The only client of S3-compatible stores. It reads shards from a bucket, and copies checkpoints into one.
 
-Credentials and region come from where boto3 finds them, the address of stores other than Amazon's from
-S3_ENDPOINT_URL. Inside an attempt botocore repeats what a store refuses for a moment (AWS_MAX_ATTEMPTS, 3 unless set);
-attempts themselves are bounded and repeated by `attempts.py`. Nothing is ever deleted here.
+Credentials and region come from boto3's usual places, the address of a store other than Amazon's from S3_ENDPOINT_URL.
+Within an attempt, botocore retries requests that the store refuses for a moment (AWS_MAX_ATTEMPTS, 3 unless set).
+Attempts themselves are bounded and retried by `attempts.py`. This module never deletes anything.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from urllib.parse import urlparse
 from hybridtron.requirements import missing
 from hybridtron.storage.attempts import ObjectMissingError, Patience, StorageError, attempted
 
-AT_ONCE = 8 * 2**20  # bytes that are asked of a connection at a time
+AT_ONCE = 8 * 2**20  # bytes per read from a connection
 _MISSING = {"404", "NoSuchBucket", "NoSuchKey"}
-_FORBIDDEN = {"403", "AccessDenied"}  # also of what is missing, for those who may not list the bucket
+_FORBIDDEN = {"403", "AccessDenied"}  # also the answer for a missing object, to users who may not list the bucket
 
 
 class Bucket:
-    """The place in a bucket that a URL names. Names are relative to it; threads and forked processes may share it."""
+    """A folder in a bucket, by its URL. Names are relative to it; threads and forked processes may share it."""
 
     def __init__(self, url: str, patience: Patience) -> None:
         try:
-            import boto3  # noqa: F401  loaded here, so that its absence is known before anything is tried
+            import boto3  # noqa: F401  imported early, so that its absence is reported before the first attempt
         except ImportError as error:
             raise StorageError(f"needs what is absent: {missing('s3') or error}") from error
         parsed = urlparse(url)
         self.url, self.bucket, self.prefix = url.rstrip("/"), parsed.netloc, parsed.path.strip("/")
         self.patience = patience
-        self._connected: tuple[int, Any] | None = None  # the process that made a client, and the client
+        self._connected: tuple[int, Any] | None = None  # process id and its client
 
     def bring(self, name: str, into: Path) -> Path:
-        """Write an object into a file of this machine: one attempt, neither bounded nor repeated."""
+        """Download an object to a local file: one attempt, without time limit or retry."""
         into.parent.mkdir(parents=True, exist_ok=True)
         with into.open("wb") as file:
             for piece in self._arriving(name):
@@ -45,16 +45,16 @@ class Bucket:
         return into
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        """The bytes of an object as they arrive, each piece in bounded time.
+        """Yield an object's bytes as they arrive, each read in bounded time.
 
-        There is no second attempt: what was given out by then can't be taken back.
+        There is no retry, because bytes that were already yielded cannot be withdrawn.
         """
         once, arriving = replace(self.patience, retries=0), self._arriving(name)
         while piece := attempted(once, AT_ONCE, "read", lambda: next(arriving, b"")):
             yield piece
 
     def small(self, name: str, limit: int) -> bytes | None:
-        """The whole of an object, None where there is none; StorageError where it has more bytes than the limit."""
+        """Return an object's bytes, or None if it does not exist; raise StorageError above `limit` bytes."""
         stored = bytearray()
         try:
             for piece in self.pieces(name):
@@ -66,12 +66,12 @@ class Bucket:
         return bytes(stored)
 
     def put(self, name: str, stored: bytes) -> None:
-        """Write a small object."""
+        """Write a small object, in one request."""
         place = {"Bucket": self.bucket, "Key": self._key(name)}
         self._write(name, len(stored), lambda: self._client.put_object(**place, Body=stored))
 
     def put_file(self, name: str, path: Path) -> None:
-        """Write an object as a file of this machine; a large one is sent in parts, side by side."""
+        """Upload a local file as an object. A large file is sent in parts, in parallel."""
         place = (self.bucket, self._key(name))
         self._write(name, path.stat().st_size, lambda: self._client.upload_file(str(path), *place))
 
@@ -85,7 +85,7 @@ class Bucket:
     def _arriving(self, name: str) -> Iterator[bytes]:
         with self._named(name):
             body = self._client.get_object(Bucket=self.bucket, Key=self._key(name))["Body"]
-            while piece := body.read(AT_ONCE):  # raises where fewer bytes come than the store announced
+            while piece := body.read(AT_ONCE):  # raises if fewer bytes arrive than the store announced
                 yield piece
 
     def _key(self, name: str) -> str:
@@ -93,7 +93,7 @@ class Bucket:
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Turn the answers that no later attempt changes into Python's own errors, with the object's name."""
+        """Convert errors that a retry cannot mend into FileNotFoundError or PermissionError, with the object's name."""
         from botocore.exceptions import ClientError
 
         try:
@@ -108,17 +108,20 @@ class Bucket:
 
     @property
     def _client(self) -> Any:
-        """This process's own: a forked one has its parent's connections, and would mix up the answers."""
+        """The boto3 client of this process.
+
+        A forked process needs its own: on its parent's connections, answers would be mixed up.
+        """
         if self._connected is None or self._connected[0] != os.getpid():
             self._connected = os.getpid(), _connect(self.patience.timeout)
         return self._connected[1]
 
 
 def _connect(timeout: float) -> Any:
-    from boto3.session import Session  # of its own, as boto3's default one is not for several threads
+    from boto3.session import Session  # a new session, because boto3's default session is not thread-safe
     from botocore.config import Config
 
-    needed: Any = "when_required"  # other stores than Amazon's do not know the checksums of today's clients
+    needed: Any = "when_required"  # stores other than Amazon's may not know boto3's default checksums
     config = Config(
         connect_timeout=min(20, timeout),
         read_timeout=timeout,

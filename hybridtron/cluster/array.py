@@ -1,7 +1,8 @@
-"""A sweep as array jobs of SLURM: every run on one GPU, and behind them, as a further array, those that start from one.
+"""A sweep as SLURM array jobs: every run gets one GPU.
 
-The script of an array is a head with its own values, and then `array.sh`. It can be read, edited and submitted again.
-Runs that have finished are left out.
+Runs that start from another run's weights are queued as a further array, after the array of that run. An array's script
+is a head with its own values, followed by `array.sh`; it can be read, edited and submitted again. Runs that have
+finished are left out.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ WHOLE_NODE = "--exclusive"
 
 @dataclass(frozen=True)
 class ArrayJob:
-    """Runs that can begin together, or a command: `job` has what is the same for all elements."""
+    """Runs that can start at the same time, or a single command; `job` has the settings that all elements share."""
 
     job: SlurmJob
     elements: Mapping[str, Sequence[str]]  # a run's name -> its settings
-    command: str = ""  # of a job that is no array
+    command: str = ""  # if it is set, the job runs this instead of an array
 
     @property
     def script_path(self) -> Path:
@@ -51,7 +52,11 @@ class ArrayJob:
 
 
 def arrays_of(sweep: Sweep, folder: Folder, config: Config) -> list[ArrayJob]:
-    """What is left of a sweep, stage by stage; `config` is that of a run, whose `cluster` counts for all."""
+    """Group a sweep's unfinished runs into arrays, one for each stage.
+
+    Runs of stage 0 start from scratch, and those of stage n + 1 from runs of stage n. All use the `cluster` of
+    `config`.
+    """
     stages: dict[int, dict[str, Sequence[str]]] = {}
     runs = {run.name: run for run in sweep.runs}
     root = Folder(folder.path.absolute())
@@ -65,16 +70,17 @@ def arrays_of(sweep: Sweep, folder: Folder, config: Config) -> list[ArrayJob]:
 
 
 def last_of(folder: Folder, config: Config, command: str) -> ArrayJob:
-    """A command that is queued behind all of them."""
+    """Build a job that runs a command; it is queued after the arrays."""
     return ArrayJob(_job_of(folder.path.absolute(), f"{folder.path.name}-then", config), {}, command)
 
 
 def _stage(run: SweepRun, runs: Mapping[str, SweepRun]) -> int:
+    """Return how many runs must end one after another before this run can start."""
     return 0 if run.start is None else 1 + _stage(runs[run.start], runs)
 
 
 def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
-    """One process with one GPU, where nodes have any: what is said of whole nodes is left out."""
+    """Build a job for one process, with one GPU if nodes have any. Options for full nodes are left out."""
     cluster = config.cluster
     environment = (wanted_variables(config.parallel) if cluster.gpus_per_node else {}) | cluster.environment
     shared = [option for option in cluster.sbatch if option != WHOLE_NODE]
@@ -90,7 +96,7 @@ def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
 
 
 def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Config]) -> list[Problem]:
-    """What is wrong with these, and with the data of runs whose configuration is known, before anything is queued."""
+    """List everything that is wrong with arrays, configurations and data, before anything is queued."""
     all_problems = [problem for run in sweep.runs for problem in password_problems(run.settings)]
     for config in configs.values():
         all_problems += [*lacking_weights(config), *data_problems(config)]
@@ -105,7 +111,7 @@ def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Con
 
 
 def script(array: ArrayJob) -> str:
-    """The text of it."""
+    """Return an array's script."""
     job, count = array.job, len(array.elements)
     given, what = directives(job), [f"# {count} runs, one an element."]
     if array.command:
@@ -125,7 +131,7 @@ def script(array: ArrayJob) -> str:
 
 
 def _elements(array: ArrayJob) -> list[str]:
-    """Which settings are whose, and what is done with them."""
+    """Return the lines that choose an element's settings and run it."""
     cases = [
         line
         for number, settings in enumerate(array.elements.values())
@@ -143,13 +149,16 @@ def _elements(array: ArrayJob) -> list[str]:
 
 
 def _command(array: ArrayJob) -> list[str]:
-    """In a shell, inside the container where there is one."""
+    """Return the lines that run the command in a shell, inside the container if there is one."""
     *inside, _python, _, _ = commands(array.job)["alone"]
     return [*software(array.job.cluster), f"exec {shlex.join([*inside, 'bash', '-c', array.command])}", ""]
 
 
 def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str]:
-    """Write the scripts and queue them, each behind the one before. Returns the numbers of the jobs."""
+    """Write the scripts and queue them, each after the one before. Returns the job numbers.
+
+    Raises Unusable if jobs of this sweep have not ended, or if SLURM refuses one.
+    """
     notes, jobs = notes_of(folder.path), list[str]()
     try:
         if (obstacle := under_way(folder.path, "sweep")) is not None:
@@ -169,6 +178,6 @@ def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str
 
 
 def require(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Config]) -> None:
-    """Raises ConfigError with all that is wrong."""
+    """Raise ConfigError with all problems, if there are any."""
     if found := problems(sweep, arrays, configs):
         raise ConfigError(found)

@@ -1,10 +1,10 @@
 
-# The steps of every element; the lines above are this array's own.
+# Steps that are the same for every element. The lines above are this array's own values.
 set -uo pipefail
 
 # forwarding.sh
 
-# SLURM signals before the limit; training saves then and exits with 75.
+# SLURM sends a signal before the time limit; training then writes a checkpoint and exits with 75.
 forwarding "${alone[@]}" hybridtron train "${settings[@]}"
 ended=$?
 

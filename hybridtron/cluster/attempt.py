@@ -1,12 +1,13 @@
-"""What a job's script asks: may this start begin, on which nodes, and what comes after it.
+"""Answers to a job script's questions: may this start begin, on which nodes, and should the job be requeued?
 
     python -m hybridtron.cluster.attempt begin --run FOLDER --job ID --restart N --nodes a,b
     python -m hybridtron.cluster.attempt check --run ... --nodes a,b --reports FOLDER --code N --fitting 1,2
     python -m hybridtron.cluster.attempt end   --run ... --code N [--stopped]
 
-The last line on stdout is the answer: a word, the nodes that it is about, and the nodes that were found to be bad; a
-dash stands for none. `go a,b c`: run on a and b, since c is bad. `again b,c c`: requeue, from now on without b and c.
-`done - -`, `stop - -`: this was the last start. Reasons go to stderr, which is the job's log, and to attempts.jsonl.
+The last line on stdout is the answer: a decision, the nodes that it applies to, and the nodes that were found to be
+bad; a dash means none. `go a,b c`: run on a and b, because c is bad. `again b,c c`: requeue, and exclude b and c from
+now on. `done - -`, `stop - -`: this was the last start. Reasons are written to stderr, which is the job's log, and also
+to attempts.jsonl.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hybridtron.train.records import read_record
 
 
 def main(arguments: list[str]) -> int:
-    """Answer one question."""
+    """Answer one question from the job script."""
     parser = argparse.ArgumentParser(description="What a job's script asks.")
     parser.add_argument("question", choices=("begin", "check", "end"))
     parser.add_argument("--run", type=Path, required=True)
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def begin(asked: argparse.Namespace) -> str:
-    """Close an attempt that was left open, and open this one unless the run is at its end."""
+    """Close an attempt that was left open, and record a new one unless the run is at its end."""
     before = attempts_of(asked)
     if before and before[-1].outcome == "running":
         before[-1] = settle(asked.run, before[:-1], history.ended(asked.run, before[-1], code=None, stopped=False))
@@ -58,7 +59,7 @@ def begin(asked: argparse.Namespace) -> str:
 
 
 def check(asked: argparse.Namespace) -> str:
-    """The nodes to run on, by their reports; where too few are left, the job is requeued without the bad ones."""
+    """Choose the nodes to run on from preflight's reports; if too few are good, requeue without the bad ones."""
     reports = {name: report for name in asked.nodes if (report := read_record(asked.reports / f"{name}.json"))}
     for name, report in reports.items():
         say(f"{name}: {', '.join(report['found'])}")
@@ -80,7 +81,7 @@ def check(asked: argparse.Namespace) -> str:
 
 
 def end(asked: argparse.Namespace) -> str:
-    """What comes after the training that just ended."""
+    """Record how training ended, and decide about another attempt."""
     *before, last = attempts_of(asked)
     return answer(before, settle(asked.run, before, history.ended(asked.run, last, asked.code, asked.stopped)))
 
@@ -88,20 +89,20 @@ def end(asked: argparse.Namespace) -> str:
 def end_before_training(
     asked: argparse.Namespace, outcome: Outcome, reason: str, excluded: tuple[str, ...] = ()
 ) -> str:
-    """What comes after an attempt whose nodes won't do."""
+    """Record an attempt that its nodes ended before training, and decide about another attempt."""
     *before, last = attempts_of(asked)
     closed = replace(last, ended=time.time(), outcome=outcome, reason=reason, excluded=excluded)
     return answer(before, settle(asked.run, before, closed))
 
 
 def answer(before: Sequence[Attempt], last: Attempt) -> str:
-    """The decision, with every node that was found to be bad so far."""
+    """Format a decision as a line: its word, all nodes found to be bad so far, and those found by the last attempt."""
     bad = dict.fromkeys(name for one in (*before, last) for name in one.excluded)
     return f"{last.decision} {','.join(bad) or '-'} {','.join(last.excluded) or '-'}"
 
 
 def settle(run_dir: Path, before: Sequence[Attempt], last: Attempt) -> Attempt:
-    """Decide what comes after the last attempt, log and record it."""
+    """Decide about another attempt, then log and record the decision."""
     settled = decide([*before, last])
     say(f"{settled.decision.upper()}: {settled.why}")
     history.record(run_dir, settled)
@@ -109,7 +110,10 @@ def settle(run_dir: Path, before: Sequence[Attempt], last: Attempt) -> Attempt:
 
 
 def attempts_of(asked: argparse.Namespace) -> list[Attempt]:
-    """Those of the jobs that were submitted together with this one; if a person submitted the script, its own."""
+    """Read the attempts of all jobs that were submitted together with this one.
+
+    A script that was submitted by hand is in no such list; then only its own attempts count.
+    """
     jobs = read_record(asked.run / "slurm" / "submission.json").get("jobs", [])
     return history.read(asked.run, jobs if asked.job in jobs else [asked.job])
 

@@ -1,5 +1,5 @@
-# Runs a command and exits as it does. Every signal is forwarded as SIGUSR1, which srun passes to all tasks; at SIGTERM
-# it would kill them. `wait` ends early when a signal comes, so it is called again while there is a job.
+# Run a command and return its exit code. Every signal is forwarded as SIGUSR1, which srun passes to all tasks; SIGTERM
+# would make srun kill them. A signal interrupts `wait`, so it is called again until the command has ended.
 stopped='' job=''
 trap 'stopped=yes; [ -z "$job" ] || kill -USR1 "$job" 2>/dev/null' TERM INT USR1
 forwarding() {

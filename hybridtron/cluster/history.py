@@ -1,11 +1,11 @@
-"""What a run's jobs came to, start by start (slurm/attempts.jsonl in its folder), and what comes next.
+"""The history of a run's jobs (slurm/attempts.jsonl in its folder), and the decision that follows from it.
 
-One attempt is one start of a job; SLURM starts a requeued job again under the same number. An attempt gets a line when
-it begins, and a second line, which replaces the first, when it ends. An attempt that was ended from outside (a node
-failed, somebody requeued the job) has no second line until the next one begins and finds that out.
+An attempt is one start of a job; SLURM starts a requeued job again under the same number. An attempt gets a line when
+it begins, and a second line, which replaces the first, when it ends. If it was ended from outside (a node failed,
+somebody requeued the job), the second line is written when the next attempt begins.
 
-What comes next is decided from this alone: a finished run is done; a run whose last two attempts wrote no newer
-checkpoint is stopped; any other run is requeued, however often.
+The decision depends on this history alone. A finished run is done. A run whose last two attempts wrote no newer
+checkpoint is stopped. Any other run is requeued, without a limit on the number of attempts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from hybridtron.config.checks.export import newest_step
 from hybridtron.train.records import read_lines, read_record
 
-FUTILE = 2  # attempts in a row without a newer checkpoint, after which there is no other
+FUTILE = 2  # attempts in a row without a newer checkpoint after which a run is stopped
 Outcome = Literal["running", "finished", "preempted", "failed", "refused", "lost", "bad nodes"]
 
 
@@ -33,23 +33,26 @@ class Attempt:
     nodes: Sequence[str]
     began: float
     step_before: int
-    outcome_file: int | None = None  # when outcome.json was last written, in ns: of an earlier attempt
+    outcome_file: int | None = None  # time in ns at which an earlier attempt wrote outcome.json
     ended: float | None = None
     step: int = 0
     outcome: Outcome = "running"
     reason: str = ""
     excluded: Sequence[str] = ()  # nodes that this attempt found to be bad
-    decision: Literal["", "done", "again", "stop"] = ""  # what comes after it
+    decision: Literal["", "done", "again", "stop"] = ""  # what follows this attempt
     why: str = ""
 
     @property
     def is_futile(self) -> bool:
-        """Whether it made no progress; finding a bad node counts as progress."""
+        """True if the attempt made no progress. Finding a bad node counts as progress."""
         return self.step <= self.step_before and not self.excluded
 
 
 def decide(history: Sequence[Attempt]) -> Attempt:
-    """The last of these attempts, all of one chain of jobs, with what comes after it: `done`, `again` or `stop`."""
+    """Return the last attempt with the decision that follows: `done`, `again` or `stop`.
+
+    `history` has the attempts of one chain of jobs, oldest first.
+    """
     last = history[-1]
     how = f"{last.outcome}: {last.reason}" if last.reason else last.outcome
     futile = [attempt for attempt in history if not attempt.excluded][-FUTILE:]
@@ -70,19 +73,22 @@ def path_of(run_dir: Path) -> Path:
 
 
 def read(run_dir: Path, jobs: Collection[str] | None = None) -> list[Attempt]:
-    """The attempts of these jobs, or of all, in the order in which they began."""
+    """Read the attempts of these jobs (None: all jobs), oldest first."""
     found = {(line["job"], line["restart"]): Attempt(**line) for line in read_lines(path_of(run_dir))}
     return [attempt for attempt in found.values() if jobs is None or attempt.job in jobs]
 
 
 def record(run_dir: Path, attempt: Attempt) -> None:
-    """Add an attempt, or how it ended."""
+    """Append an attempt, or the line that closes it."""
     with path_of(run_dir).open("a") as file:
         file.write(json.dumps(asdict(attempt)) + "\n")
 
 
 def ended(run_dir: Path, attempt: Attempt, code: int | None, stopped: bool) -> Attempt:
-    """An attempt with how it ended, by the exit code of training (None: it is not known) and outcome.json."""
+    """Return an attempt with its outcome, from training's exit code (None: unknown) and outcome.json.
+
+    An outcome.json that is as old as the one before this attempt is ignored.
+    """
     written = outcome_written(run_dir)
     found: dict[str, Any] = {}
     if written is not None and written != attempt.outcome_file:
@@ -107,6 +113,6 @@ def _outcome(found: dict[str, Any], code: int | None, stopped: bool) -> tuple[Ou
 
 
 def outcome_written(run_dir: Path) -> int | None:
-    """When outcome.json was written, by its file system."""
+    """Return the time in ns at which outcome.json was written; None if there is none."""
     path = run_dir / "outcome.json"
     return path.stat().st_mtime_ns if path.exists() else None

@@ -1,9 +1,10 @@
-"""A job as a script for sbatch, which a person can read, edit and submit again.
+"""A job as a script for sbatch that a user can read, edit and submit again.
 
-The script is a head with the job's own values, and then `job.sh`: bash where SLURM itself has to be asked (host names,
-requeueing). Decisions are made by `attempt.py`, inside the container where there is one. Every value is quoted for the
-shell; #SBATCH lines, which no shell reads, may hold only plain characters (`unusable` lists others). Python runs with
--P, so that the package of the run's own code/ is imported and not one in the working folder, which `-m` would prefer.
+The script is a head with the job's own values, followed by `job.sh`: bash for everything that only SLURM can answer
+(host names, requeueing). Decisions are made by `attempt.py`, inside the container if there is one. Every value is
+quoted for the shell. No shell reads #SBATCH lines, so they may hold only plain characters (`unusable` lists others).
+Python runs with -P, so that it imports the package from the run's own code/. Without -P, `-m` would prefer a package in
+the working folder to that.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ SCRIPTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What one job does: which command, where, on how many nodes."""
+    """A job: the command's arguments, its folders, and the numbers of nodes that it can run on."""
 
     run_dir: Path
     working_dir: Path
     name: str
     arguments: tuple[str, ...]
-    fitting: tuple[int, ...]  # numbers of nodes that the layout can be shared out over and that will do, in order
-    patience: int  # seconds that the other ranks get to end when one has ended
+    fitting: tuple[int, ...]  # numbers of nodes that the layout can run on, smallest first
+    patience: int  # seconds that other ranks may take to end after the first has ended
     cluster: ClusterConfig
-    files: tuple[OutsideFile, ...] = ()  # the user's, by whose names `arguments` call them: code/ gets them
+    files: tuple[OutsideFile, ...] = ()  # the user's own configuration files, copied into code/
 
     @property
     def script_path(self) -> Path:
@@ -39,14 +40,14 @@ class SlurmJob:
 
 
 def directives(job: SlurmJob) -> dict[str, str]:
-    """The #SBATCH options, by the key that each comes from."""
+    """Return the #SBATCH options, by the configuration key that each comes from."""
     cluster, fitting = job.cluster, job.fitting
     elastic = len(fitting) > 1
     nodes = f"{fitting[0]}-{fitting[-1]}" if elastic else str(fitting[-1])
     chosen = {
         "run.name": "--job-name=" + re.sub(r"[^\w.-]+", "-", job.name, flags=re.ASCII),
         "nodes": f"--nodes={nodes}",
-        # with a number of tasks SLURM would give the least number of nodes, and not as many as there are
+        # given a number of tasks, SLURM would allocate the smallest number of nodes, not as many as are free
         "cluster.processes_per_node": "--exclusive" if elastic else f"--ntasks-per-node={cluster.processes}",
         "cluster.gpus_per_node": f"--gpus-per-node={cluster.gpus_per_node}" if cluster.gpus_per_node else None,
         "cluster.cpus_per_process": None if elastic else _option("--cpus-per-task", cluster.cpus_per_process),
@@ -70,13 +71,13 @@ def directives(job: SlurmJob) -> dict[str, str]:
 
 
 def unusable(job: SlurmJob) -> dict[str, str]:
-    """Values that can't stand in an #SBATCH line, by their keys."""
+    """Return the #SBATCH options with characters that such a line can't hold, by configuration key."""
     given = {key: option.removesuffix("%j.txt") for key, option in directives(job).items()}
     return {key: option for key, option in given.items() if not PLAIN.fullmatch(option)}
 
 
 def script(job: SlurmJob) -> str:
-    """The job as text: what SLURM reads, the job's own values, and the steps, which are the same for every job."""
+    """Return the job's script: #SBATCH lines, the job's own values, and the steps that are common to all jobs."""
     assert not unusable(job)
     cluster, fitting = job.cluster, job.fitting
     lines = [
@@ -105,13 +106,13 @@ def _option(name: str, value: object) -> str | None:
 
 
 def steps(name: str) -> str:
-    """What is the same for every job: a file of this folder, with `forwarding.sh` in the place of its name."""
+    """Read a file of common steps from this folder, and insert `forwarding.sh` where it is named."""
     own, forwarding = ((SCRIPTS / file).read_text() for file in (name, "forwarding.sh"))
     return own.replace("# forwarding.sh\n", forwarding)
 
 
 def software(cluster: ClusterConfig) -> list[str]:
-    """The lines that make the software and its variables available."""
+    """Return the lines that load modules, activate the environment and export variables."""
     lines = [f"module load {shlex.join(cluster.modules)}"] if cluster.modules else []
     if cluster.venv:
         lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(f'{cluster.venv}/bin/activate')}"]
@@ -119,7 +120,12 @@ def software(cluster: ClusterConfig) -> list[str]:
 
 
 def commands(job: SlurmJob) -> dict[str, list[str]]:
-    """What starts a module as one process on this node, what as a task of a step, and the step's own options."""
+    """Return three lists of words to start Python with, container options included.
+
+    alone    starts a module as one process on the script's own node
+    task     starts a module as a task inside srun
+    step     further options for srun
+    """
     cluster, container = job.cluster, job.cluster.container
     python, step = [cluster.python, "-P", "-m"], [f"--wait={job.patience}"]
     if cluster.cpus_per_process:
@@ -139,6 +145,6 @@ def commands(job: SlurmJob) -> dict[str, list[str]]:
 
 
 def _text(value: str) -> str:
-    """In quotes, also where the shell would need none: `=mlx5_0` looks like a mistake."""
+    """Quote a value even if the shell does not require it, because `=mlx5_0` without quotes looks like a mistake."""
     quoted = shlex.quote(value)
     return quoted if quoted != value else f"'{value}'"

@@ -1,12 +1,13 @@
-"""Is every node fit to train on? Run by a job's script as one process for each GPU, before the run itself.
+"""Preflight: check that every node is fit to train on.
 
-The first process of a node looks at its GPUs, its disk, /dev/shm, its network adapters. Then all processes connect as
-the run's will, and sum a small tensor inside each node and over all nodes: that shows that ranks find each other, how
-fast the links are, and which clocks are off. Each node's report is a line in the log and NODE.json in the reports'
-folder; `attempt.py` decides what to do about it. What is required says `cluster` of the run's own settings. It is
-short: it replaces no burn-in, and a GPU that is only a little slow passes.
+A job's script runs it as one process for each GPU, before the run itself. The first process on a node checks its GPUs,
+disk, /dev/shm and network adapters. Then all processes connect as the run's will, and all-reduce a small tensor inside
+each node and over all nodes. This shows whether ranks find each other, how fast the links are, and which clocks are
+off. Each node's report is a line in the log and NODE.json in the reports folder; `attempt.py` acts on the reports.
+Required values are in `cluster` in the run's own settings. The check is short and does not replace a burn-in: a GPU
+that is only slightly slow passes.
 
-Bus bandwidth is 2 (n - 1) / n times the bytes over the time of the best of some rounds, as NCCL's tests have it.
+Bus bandwidth is 2 (n - 1) / n times the bytes, over the time of the fastest round, as in NCCL's tests.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from hybridtron.train.records import write_whole
 
 ADAPTERS = Path("/sys/class/infiniband")
 ROUNDS = 5
-VALUES = {"cpu": 2**18, "cuda": 2**26}  # in fp32: 1 MiB over sockets, 256 MiB over NVLink and adapters
-BROKEN = "ecc.errors.uncorrected.volatile.total", "retired_pages.pending"  # what a GPU must say 0 or No to
+VALUES = {"cpu": 2**18, "cuda": 2**26}  # fp32 entries: 1 MiB over sockets, 256 MiB over NVLink and adapters
+BROKEN = "ecc.errors.uncorrected.volatile.total", "retired_pages.pending"  # nvidia-smi fields that must be 0 or No
 REMAPPED = "remapped_rows.pending", "remapped_rows.failure"
 
 
 @dataclass
 class NodeReport:
-    """What is known of one node: its own faults, one that only all nodes together have, and what was measured."""
+    """A node's report: its own faults, a fault of all nodes together, and measured values as text."""
 
     node: str
     faults: list[str] = field(default_factory=list)
@@ -50,7 +51,7 @@ class NodeReport:
 
 
 def main(arguments: list[str]) -> int:
-    """Check this node, and all of them together."""
+    """Check this node, then all nodes together, and write the node's report. Always returns 0."""
     parser = argparse.ArgumentParser(description="Is every node fit to train on?")
     parser.add_argument("--reports", type=Path, required=True)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them")
@@ -74,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
 
 def look_at_node(report: NodeReport, cluster: ClusterConfig, folder: Path) -> None:
-    """What one process can see of its node; the run is written where this folder is."""
+    """Check one node's disk, shared memory, GPUs and adapters. `folder` is where the run is written."""
     checks = cluster.checks
     for what, path, least in (("free disk", folder, checks.disk_gb), ("/dev/shm", "/dev/shm", checks.shared_gb)):
         free = shutil.disk_usage(path).free / 1e9
@@ -88,7 +89,7 @@ def look_at_node(report: NodeReport, cluster: ClusterConfig, folder: Path) -> No
 
 
 def gpu_faults(count: int) -> list[str]:
-    """GPUs that are missing, or that report errors of their own."""
+    """Report missing GPUs, and errors that GPUs themselves report."""
     try:
         values_of = {name: _nvidia_smi("gpu", name) for name in BROKEN} | {
             name: _nvidia_smi("remapped-rows", name) for name in REMAPPED
@@ -101,7 +102,7 @@ def gpu_faults(count: int) -> list[str]:
         f"GPU {index}: {name} is {value}"
         for name, values in values_of.items()
         for index, value in enumerate(values)
-        if value not in ("0", "No") and not value.startswith("[")  # [N/A]: this kind of GPU does not count it
+        if value not in ("0", "No") and not value.startswith("[")  # [N/A]: this GPU model has no such counter
     ]
 
 
@@ -112,7 +113,7 @@ def _nvidia_smi(of: str, name: str) -> list[str]:
 
 
 def adapter_fault(device: Path) -> str | None:
-    """Why a network adapter can't be used."""
+    """Describe why a network adapter can't be used, or return None."""
     states = [path.read_text().strip() for path in sorted(device.glob("ports/*/state"))]
     if any("ACTIVE" in state for state in states):
         return None
@@ -120,7 +121,7 @@ def adapter_fault(device: Path) -> str | None:
 
 
 def compare_nodes(report: NodeReport, checks: ChecksConfig) -> None:
-    """All processes connect and compare clocks; then `look_at_links`."""
+    """Connect all processes, compare their nodes' clocks, and check the links between them."""
     import torch.distributed as dist
 
     from hybridtron.config.layout import launched
@@ -144,7 +145,11 @@ def compare_nodes(report: NodeReport, checks: ChecksConfig) -> None:
 
 
 def look_at_links(report: NodeReport, checks: ChecksConfig, node_of: list[str]) -> None:
-    """How fast, and whether rightly, sums go through each node and through all; `node_of` gives each rank's node."""
+    """Measure speed and correctness of all-reduces inside each node and over all nodes.
+
+    `node_of` gives each rank's node. A fault inside a node is added to that node's faults. A fault over all nodes can't
+    be blamed on one of them, so it is stored in `report.together`.
+    """
     import torch
     import torch.distributed as dist
 
@@ -174,7 +179,10 @@ def look_at_links(report: NodeReport, checks: ChecksConfig, node_of: list[str]) 
 
 
 def bandwidth(tensor: Any, group: Any) -> tuple[float | None, str]:
-    """Bus bandwidth of an all-reduce in GB/s, none in a group of one; and what is wrong with its sum, if anything."""
+    """Measure an all-reduce: return its bus bandwidth in GB/s, and a fault if any sum was wrong.
+
+    The bandwidth of a group with a single rank is None.
+    """
     import torch.distributed as dist
 
     from hybridtron.device import synchronize

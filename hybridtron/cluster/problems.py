@@ -1,4 +1,4 @@
-"""What is wrong with a job before anything is queued, each with what would work."""
+"""Problems of a job that can be found before it is queued, each with a cure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hybridtron.problems import Problem, did_you_mean
 
 
 def password_problems(settings: Sequence[str]) -> list[Problem]:
-    """Find passwords in settings of runs that are configured only when another has ended."""
+    """Report settings that hold a password. Called for a sweep's runs, whose configurations may not be known yet."""
     cure = "which would be written into the job's script: leave it in the environment that you submit from"
     held = [one for one in settings if WITH_PASSWORD.search(one)]
     return [Problem(one.partition("=")[0], f"holds a password, {cure}") for one in held]
 
 
 def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
-    """What no job's script can be made of."""
+    """Report cluster settings that can't be written into a job script."""
     limit = scheduler.seconds(cluster.time)
     if limit is None:
         forms = "a limit such as 90 (minutes), 12:00:00 or 2-00:00:00"
@@ -41,7 +41,7 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
 
 
 def device_problems(config: Config) -> Iterator[Problem]:
-    """Report a job without GPUs whose cluster or precision is for GPUs: it would run on CPUs."""
+    """Report a job without GPUs if its cluster or precision is for GPUs: it would run on CPUs."""
     cluster = config.cluster
     key = "cluster.gpus_per_node"
     if cluster.gpus_per_node:
@@ -62,7 +62,7 @@ def device_problems(config: Config) -> Iterator[Problem]:
 
 
 def resume_problems(resume: str) -> Iterator[Problem]:
-    """The setting would hold for every start of the job."""
+    """Report a value of run.resume other than `auto`, because it would apply to every start of the job."""
     if resume != "auto":
         does = "begin from scratch" if resume == "never" else "resume there"
         cure = "use auto; another run.dir starts from scratch, and a checkpoint in its checkpoints/ is resumed from"
@@ -70,13 +70,16 @@ def resume_problems(resume: str) -> Iterator[Problem]:
 
 
 def job_problems(job: SlurmJob) -> Iterator[Problem]:
-    """An #SBATCH line is read by no shell, so that nothing can be quoted there."""
+    """Report values that can't be written into an #SBATCH line. Nothing can be quoted there."""
     for key, option in unusable(job).items():
         yield Problem(key, f"gives {option!r}, but an #SBATCH line can only hold {PLAIN.pattern}: use another name")
 
 
 def queue_problems(job: SlurmJob, nodes: int, ask_sbatch: bool) -> Iterator[Problem]:
-    """Why SLURM would never start such a job, by its partitions, and by its own word where all else is well."""
+    """Report reasons why SLURM would never start a job.
+
+    Limits of the partition are checked first. If they hold and `ask_sbatch` is set, sbatch checks the script itself.
+    """
     found = list(partition_problems(job.cluster, nodes))
     yield from found
     if not ask_sbatch or found:
@@ -88,7 +91,7 @@ def queue_problems(job: SlurmJob, nodes: int, ask_sbatch: bool) -> Iterator[Prob
 
 
 def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
-    """Why no partition would take it."""
+    """Report reasons why the partition would not accept a job, or that SLURM can't be asked."""
     try:
         known = scheduler.partitions()
     except SlurmError as error:
@@ -98,7 +101,7 @@ def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
 
 
 def _wanted(cluster: ClusterConfig, known: list[Partition]) -> Partition | None:
-    """The partition that is asked for, or the default one."""
+    """Return the partition that the job asks for, or the default partition; None if it does not exist."""
     default = cluster.partition is None
     return next((one for one in known if (one.is_default if default else one.name == cluster.partition)), None)
 
@@ -126,7 +129,7 @@ def _partition_problems(
 
 
 def _trial(job: SlurmJob) -> None:
-    """Ask sbatch, which reports one problem at a time."""
+    """Let sbatch check the script without queueing it; sbatch reports one problem at a time."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.sh"
         path.write_text(script(job))

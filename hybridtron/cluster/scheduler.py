@@ -1,4 +1,4 @@
-"""SLURM's own programs, as far as submitting and watching need them; nothing else calls them from Python."""
+"""Calls of SLURM's own programs for submitting and watching jobs. No other Python code calls these programs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE = 60  # seconds that a busy controller may take to answer
+PATIENCE = 60  # seconds; a busy controller may take long to answer
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 
 
 class SlurmError(RuntimeError):
-    """A program of SLURM's failed; the text is its own message."""
+    """Raised when one of SLURM's programs fails; the text is its own message."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition's limits; None: no limit on the time."""
+    """A partition's state and limits. `time_s` is None if it has no time limit."""
 
     name: str
     is_default: bool
@@ -44,7 +44,7 @@ def is_here() -> bool:
 
 
 def silence() -> str | None:
-    """Why SLURM can't be asked here, or None."""
+    """Describe why SLURM can't be asked on this machine, or return None."""
     if not is_here():
         return "sbatch is not on the PATH here; submit where it is"
     try:
@@ -55,38 +55,45 @@ def silence() -> str | None:
 
 
 def partitions() -> list[Partition]:
+    """List all partitions. Raises SlurmError."""
     lines = _output(["sinfo", "--noheader", "--format=%P|%a|%l|%D"]).splitlines()
     return [_partition(*line.split("|")) for line in lines if line.count("|") == 3]
 
 
 def would_start(script: Path) -> None:
-    """Let SLURM itself say whether a script could ever be scheduled. Raises SlurmError with its reason."""
+    """Let SLURM check whether a script could ever be scheduled. Raises SlurmError with its reason."""
     _output(["sbatch", "--test-only", str(script)])
 
 
 def submit(script: Path, after: str | None) -> str:
-    """Queue a script, to begin when the job `after` has ended, however it did; the number of the new job."""
+    """Queue a script and return the new job's number.
+
+    It starts after the job `after` has ended, whether that succeeded or failed; at once if `after` is None.
+    """
     dependency = [] if after is None else [f"--dependency=afterany:{after}"]
     return _output(["sbatch", "--parsable", *dependency, str(script)]).strip().partition(";")[0]
 
 
 def queued(jobs: Sequence[str]) -> list[Queued]:
-    """Those of these jobs that are still queued or running; elements of an array count as their job."""
+    """Return those jobs that are still queued or running. Elements of an array count as their job."""
     if not jobs:
         return []
-    # asked for all jobs: squeue fails where it knows none of those that are named
+    # all jobs are listed, because squeue fails if it knows none of the jobs named on its command line
     lines = _output(["squeue", "--noheader", "--format=%i|%T|%r|%N|%S"]).splitlines()
     found = [Queued(*line.split("|", 4)) for line in lines if line.count("|") >= 4]
     return [one for one in found if one.job.partition("_")[0] in jobs]
 
 
 def seconds(time: str) -> int | None:
-    """`1-12:00:00`, `12:00:00`, `90:00` or `90` (minutes) in seconds; None for what is no time limit of SLURM's."""
+    """Convert a time limit such as `1-12:00:00`, `12:00:00`, `90:00` or `90` (minutes) to seconds.
+
+    Returns None for a text that is not a time limit, such as `infinite`.
+    """
     matched = _TIME.fullmatch(time)
     if matched is None:
         return None
     days, first, second, third = (int(text or 0) for text in matched.groups())
-    from_hours = matched["days"] is not None or matched["c"] is not None  # else minutes:seconds
+    from_hours = matched["days"] is not None or matched["c"] is not None  # otherwise the first number is minutes
     hours, minutes, rest = (first, second, third) if from_hours else (0, first, second)
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 

@@ -1,9 +1,9 @@
 """The state of runs: hybridtron status [RUN_FOLDER ...]     (without a folder: all below runs/)
 
-State, phase, step, speed, loss, starts of the job, and when the run will be done, from the run's folder, and from
-SLURM's queue where there is one. The time to the end is that of the tokens that are left, at the speed of the last
-steps: waiting in the queue, evaluations and checkpoints are not in it. Nothing is changed, and no torch is imported.
-Exit codes: 0 shown, 2 a folder is missing or holds no run.
+Shows state, phase, step, speed, loss, number of starts, and when the run will be done. The values come from the run's
+folder, and from SLURM's queue if there is one. The remaining time is estimated from the remaining tokens and the speed
+of recent steps; waiting in the queue, evaluations and checkpoints are not included. Nothing is changed, and torch is
+not imported. Exit codes: 0 shown, 2 a folder is missing or holds no run.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hybridtron.problems import ConfigError, Unusable
 from hybridtron.train.outcome import clock
 from hybridtron.train.records import read_lines, read_record
 
-RECENT = 20  # steps whose speed is averaged
-TAIL = 2**20  # bytes of metrics.jsonl that are read; a step with many numbers takes some hundred
-WIDTH = 200  # characters of a line where there is no terminal
-SILENT_S = 1800.0  # without a step or a word of its end, a run without SLURM is said to be silent
+RECENT = 20  # number of steps over which speed is averaged
+TAIL = 2**20  # bytes read from the end of metrics.jsonl; a step with many metrics takes a few hundred bytes
+WIDTH = 200  # characters per line if the output is not a terminal
+SILENT_S = 1800.0  # a run without SLURM and without an outcome is shown as silent after this time without a step
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a run's folder and the queue say of it."""
+    """A run's state, from its folder and the queue."""
 
     folder: Path
     config: Config
-    lines: list[dict[str, Any]]  # of its last steps
+    lines: list[dict[str, Any]]  # metrics of its last steps
     attempts: list[Attempt]
     jobs: list[Queued]
     state: str
@@ -50,18 +50,22 @@ class Status:
 
     @property
     def step(self) -> int:
+        """The last step with metrics; 0 before the first."""
         return self.lines[-1]["step"] if self.lines else 0
 
     @property
     def phase(self) -> str:
-        """That of the next step."""
+        """Name and number of the phase that the next step belongs to."""
         phases = resolve(self.config)
         now = phase_continuing_at(phases, self.step) if self.step < phases[-1].end_step else phases[-1]
         return now.settings.name + (f" ({now.index + 1} of {len(phases)})" if len(phases) > 1 else "")
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over the last steps of one phase, without the first step, which starts everything; None before any."""
+        """Speed over recent steps of the current phase; None before any step.
+
+        The first of these steps is left out if there are others, because it may include start-up.
+        """
         same = [line for line in self.lines if line["phase"] == self.lines[-1]["phase"]]
         counted = same[1:] or same
         taken = sum(line["step_time"] for line in counted)
@@ -70,7 +74,7 @@ class Status:
 
     @property
     def left_s(self) -> float | None:
-        """Until the run is done, at this speed; None where that can't be known, or it is."""
+        """Seconds until the run is done at the current speed; None if the speed is unknown or the run has finished."""
         if (speed := self.tokens_per_second) is None or self.state == "finished":
             return None
         phases = resolve(self.config)
@@ -80,7 +84,7 @@ class Status:
 
 
 def main(arguments: list[str]) -> int:
-    """Print a table, and a line of reasons for each run that has them. Returns the exit code."""
+    """Print a table of runs, and for some runs a line with reasons below it. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="hybridtron status", description="State, speed and remaining time of runs.")
     parser.add_argument("folders", nargs="*", type=path_of, metavar="RUN_FOLDER", help="default: all below runs/")
     folders: list[Path] = parser.parse_args(arguments).folders
@@ -94,7 +98,7 @@ def main(arguments: list[str]) -> int:
 
 
 def status(folder: Path) -> Status:
-    """How a run stands. Raises Unusable for a folder that holds none."""
+    """Read a run's state. Raises Unusable if the folder holds no run."""
     config = _config(folder)
     lines = read_lines(folder / "metrics.jsonl", TAIL)[-RECENT:]
     attempts = history.read(folder)
@@ -105,6 +109,7 @@ def status(folder: Path) -> Status:
 
 
 def show(found: Sequence[Status], console: Console) -> None:
+    """Print the table."""
     table = Table("run", "state", "job", "phase", "step", "tokens/s", "loss", "starts", "left", "done at", box=None)
     for one in found:
         speed, left, loss = one.tokens_per_second, one.left_s, one.lines[-1]["loss"] if one.lines else None
@@ -130,7 +135,7 @@ def show(found: Sequence[Status], console: Console) -> None:
 def _state(
     folder: Path, attempts: list[Attempt], jobs: list[Queued], submission: dict[str, Any], lines: list[dict[str, Any]]
 ) -> tuple[str, str]:
-    """One word, and what more there is to say."""
+    """Return the state as one or two words, and an explanation, which may be empty."""
     if running := [job for job in jobs if job.state == "RUNNING"]:
         return "running", f"on {running[0].nodes}"
     if jobs:
@@ -151,6 +156,7 @@ def _state(
 
 
 def _config(folder: Path) -> Config:
+    """Load a run's configuration. Raises Unusable if there is none, or if this version can't read it."""
     if not folder.is_dir():
         raise Unusable(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if not (folder / "config.yaml").exists():
@@ -162,7 +168,7 @@ def _config(folder: Path) -> Config:
 
 
 def _queued(jobs: list[str]) -> tuple[list[Queued], str]:
-    """Those of a run's jobs that are in the queue, and why that can't be known."""
+    """Return a run's jobs that are in the queue, and an error message if SLURM can't be asked."""
     try:
         return scheduler.queued(jobs), ""
     except SlurmError as error:

@@ -1,15 +1,15 @@
 """Submit a run to SLURM: hybridtron submit recipe=samba_421m cluster=h100_infiniband nodes=8 [key=value ...]
 
-It takes the arguments of `hybridtron train`, and `nodes=N`. Everything that can be known beforehand is checked first,
-and all problems are reported together. Then the run's folder gets the code as it is now (code/, with the configuration
-files of the user's own), the resolved configuration (config.yaml) and the job's script (slurm/job.sh), and the script
-is submitted. The same command for the same folder resumes its run.
+The command takes the arguments of `hybridtron train`, and `nodes=N`. It checks everything that can be checked in
+advance and reports all problems together. Then it writes into the run's folder: a copy of the code with the user's own
+configuration files (code/), the resolved configuration (config.yaml) and the job script (slurm/job.sh). Last, it
+submits the script. The same command for the same folder resumes its run.
 
     --dry-run    print the script, write and submit nothing; absent data is then a warning
     --chain K    K jobs, each after the one before; those that find the run finished end at once
 
-Exit codes: 0 submitted, 2 bad configuration, 1 SLURM refused the job. No torch is imported. The environment that it is
-called in is handed on by sbatch as always, and none of it is written down.
+Exit codes: 0 submitted, 2 bad configuration, 1 SLURM refused the job. torch is not imported. sbatch passes the calling
+environment on to the job, and none of it is stored.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_intermixed_args(arguments)
     config, job = planned(asked.settings, asked.chain, asked.dry_run)
     data = [f"{problem.key}  {problem.message}" for problem in data_problems(config)]
-    for warning in [*warnings(config), *data]:  # only a dry run gets here with problems of the data
+    for warning in [*warnings(config), *data]:  # only a dry run gets here although its data has problems
         print(f"warning: {warning}", file=sys.stderr)
     if asked.dry_run:
         print(script(job), end="")
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> tuple[Config, SlurmJob]:
-    """The configuration and the job that the settings ask for. Raises ConfigError with all that is wrong."""
+    """Build the configuration and the job from a user's settings. Raises ConfigError with all problems together."""
     given = [one.removeprefix("nodes=") for one in settings if one.startswith("nodes=")]
     kept = [one for one in settings if not one.startswith("nodes=")]
     found = [
@@ -96,7 +96,7 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     job = job_of(config, kept, nodes)
     found += check(config, nodes * config.cluster.processes)
     found += lacking_weights(config)
-    found += [] if dry_run else data_problems(config)  # a dry run may happen where the data is not
+    found += [] if dry_run else data_problems(config)  # a dry run may happen on a machine without the data
     found += [*cluster_problems(config.cluster), *device_problems(config), *resume_problems(config.run.resume)]
     found += job_problems(job)
     if (silence := scheduler.silence()) is None:
@@ -109,7 +109,10 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
 
 
 def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
-    """The job for this number of nodes; with on_lost_node=smaller also for fewer, where the layout divides evenly."""
+    """Build the job for a number of nodes.
+
+    With on_lost_node=smaller it may also run on fewer nodes: on every number that the layout fits.
+    """
     cluster = config.cluster
     if cluster.gpus_per_node:
         cluster = replace(cluster, environment=wanted_variables(config.parallel) | cluster.environment)
@@ -130,7 +133,10 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
 
 
 def submit(config: Config, job: SlurmJob, chain: int) -> int:
-    """Write the run's folder and queue its jobs. Returns the exit code."""
+    """Write the run's folder and queue its jobs. Returns the exit code.
+
+    Does nothing while earlier jobs of this folder are queued or running.
+    """
     notes = notes_of(job.run_dir)
     jobs: list[str] = []
     try:
@@ -153,12 +159,12 @@ def submit(config: Config, job: SlurmJob, chain: int) -> int:
 
 
 def notes_of(folder: Path) -> Path:
-    """What was submitted from a folder."""
+    """Return the path of the file that records a folder's submissions."""
     return folder / "slurm" / "submission.json"
 
 
 def under_way(folder: Path, what: str) -> str | None:
-    """Why no jobs of this folder can be added: those that were submitted last have not ended."""
+    """Return a message if jobs that were submitted from this folder have not ended, else None."""
     jobs = [one.job for one in scheduler.queued(read_record(notes_of(folder)).get("jobs", []))]
     if not jobs:
         return None
@@ -166,20 +172,21 @@ def under_way(folder: Path, what: str) -> str | None:
 
 
 def write_run_folder(config: Config, job: SlurmJob) -> None:
-    """The code, the configuration and the script."""
+    """Write the code, the configuration and the script into the run's folder."""
     (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
     (job.run_dir / "logs").mkdir(exist_ok=True)
     copy_code(job.run_dir / "code", job.files)
     (job.run_dir / "config.yaml").write_text(to_yaml(config))
     job.script_path.write_text(script(job))
-    readable = stat.S_IMODE(job.script_path.stat().st_mode)  # as the umask left it
-    job.script_path.chmod(readable | (readable & 0o444) >> 2)  # users who may read it may run it
+    readable = stat.S_IMODE(job.script_path.stat().st_mode)  # as the umask allows
+    job.script_path.chmod(readable | (readable & 0o444) >> 2)  # users with read permission may also run it
 
 
 def copy_code(target: Path, files: Sequence[OutsideFile]) -> None:
-    """This package, with configs/ inside it as in a wheel, and the file that says what it requires, if there is one.
+    """Copy this package to `target`, with configs/ inside it as in a wheel, and pyproject.toml if there is one.
 
-    configs/ gets the user's files too, those beside the work and the ones given: what is edited later changes no job.
+    The user's own configuration files, from configs/ in the working folder and from the command line, are added to
+    configs/. Later edits therefore do not change a job.
     """
     temporary = target.with_name(".code.partial")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -194,7 +201,7 @@ def copy_code(target: Path, files: Sequence[OutsideFile]) -> None:
 
 
 def write_notes(notes: Path, job: SlurmJob, jobs: list[str], error: str | None) -> None:
-    """slurm/submission.json: what was submitted when, from which commit, and an error of SLURM's."""
+    """Write slurm/submission.json: job numbers, time, arguments, commit, and SLURM's error if there was one."""
     notes.parent.mkdir(parents=True, exist_ok=True)
     noted = {
         "jobs": jobs,
@@ -209,7 +216,10 @@ def write_notes(notes: Path, job: SlurmJob, jobs: list[str], error: str | None) 
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the checkout; None where there is none, or the package is a file of another repository."""
+    """Return git's output for the checkout, or None without a checkout.
+
+    A repository that merely contains an installed package is not the package's checkout.
+    """
     if not (PACKAGE.parent / ".git").exists():
         return None
     try:

@@ -1,12 +1,12 @@
-"""Variables of the environment that a layout wants on GPUs: set by `hybridtron submit`, named by `hybridtron doctor`.
+"""Environment variables that a layout needs on GPUs. `hybridtron submit` sets them, and `hybridtron doctor` names them.
 
-    PYTORCH_CUDA_ALLOC_CONF      segments of the allocator grow: evaluation reads rows of other lengths than training,
-                                 and blocks that fit one length are no use to the other
-    CUDA_DEVICE_MAX_CONNECTIONS  one queue to the device: what tensor-parallel ranks exchange begins before the product
-                                 that was asked for after it, and hides behind that
+    PYTORCH_CUDA_ALLOC_CONF      expandable segments: evaluation reads rows of other lengths than training, and memory
+                                 blocks sized for one length could not be used for the other
+    CUDA_DEVICE_MAX_CONNECTIONS  one queue to the device: communication between tensor-parallel ranks then starts
+                                 before the matrix product that was launched after it, and overlaps with it
 
-What `cluster.environment` says of a variable goes first. How many queue pairs NCCL takes is a matter of the network, so
-it stands in files of clusters.
+Values in `cluster.environment` take precedence. NCCL's number of queue pairs depends on the network, so it is set in
+the clusters' own configuration files.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # doctor needs no package of those that it looks for
+if TYPE_CHECKING:  # doctor must import this without the packages that it checks for
     from hybridtron.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True)
 class WantedVariable:
-    """One variable, the value that is wanted, and for what."""
+    """An environment variable with its value and purpose."""
 
     name: str
     value: str
@@ -34,6 +34,6 @@ ONE_QUEUE = WantedVariable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "for parallel.ten
 
 
 def wanted_variables(parallel: ParallelConfig) -> dict[str, str]:
-    """What processes with a GPU each should find in their environment."""
+    """Return the variables, with their values, for processes that have one GPU each."""
     wanted = (ALLOCATOR, ONE_QUEUE) if parallel.tensor > 1 else (ALLOCATOR,)
     return {variable.name: variable.value for variable in wanted}

@@ -38,17 +38,17 @@ export NCCL_IB_TIMEOUT='22'
 export GLOO_SOCKET_IFNAME='eth0'
 export OMP_NUM_THREADS='12'
 
-# The steps of every job; the lines above are this one's own.
-set -uo pipefail  # after the software, whose scripts may not bear it
+# Steps that are the same for every job. The lines above are this job's own values.
+set -uo pipefail  # only after the software was loaded, whose scripts may fail with these options
 export PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
-MASTER_PORT=$(shuf -i 20000-31999 -n 1)  # a new one each time, below those the system gives to connections
+MASTER_PORT=$(shuf -i 20000-31999 -n 1)  # new at each start, below the system's range for connections
 export MASTER_PORT
 logs=$run/logs/slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 mkdir -p "$logs"
 
-# Runs a command and exits as it does. Every signal is forwarded as SIGUSR1, which srun passes to all tasks; at SIGTERM
-# it would kill them. `wait` ends early when a signal comes, so it is called again while there is a job.
+# Run a command and return its exit code. Every signal is forwarded as SIGUSR1, which srun passes to all tasks; SIGTERM
+# would make srun kill them. A signal interrupts `wait`, so it is called again until the command has ended.
 stopped='' job=''
 trap 'stopped=yes; [ -z "$job" ] || kill -USR1 "$job" 2>/dev/null' TERM INT USR1
 forwarding() {
@@ -61,22 +61,22 @@ forwarding() {
   return "$code"
 }
 
-use_nodes() {  # NODE,NODE,...: rank 0 runs on the first of them, where the others connect to it
+use_nodes() {  # NODE,NODE,...: choose nodes; rank 0 runs on the first one, and the other ranks connect to it
   nodes=$1
   MASTER_ADDR=$(scontrol show node "${nodes%%,*}" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
   export MASTER_ADDR
 }
 
 # shellcheck disable=SC2329  # `forwarding` calls it
-everywhere() {  # LOG MODULE ...: one process for each GPU (or CPU process) of the chosen nodes
+everywhere() {  # LOG MODULE ...: run a module on the chosen nodes, one process for each GPU (or CPU process)
   local output=$1 count; shift
   count=$(tr ',' '\n' <<<"$nodes" | wc -l)
   exec srun --nodelist="$nodes" --nodes="$count" --ntasks=$((count * per_node)) --ntasks-per-node="$per_node" \
     --distribution=block --kill-on-bad-exit=0 --output="$output" "${step[@]}" "${task[@]}" "$@"
 }
 
-# What the run's history says: a word, the nodes that it is about, and nodes that were found to be bad just now; a dash
-# stands for none. The reasons go to this job's log.
+# Get a decision, which follows from the run's history: a word, the nodes that it applies to, and the nodes that were
+# just found to be bad; a dash means none. The reasons go to this job's log.
 ask() {
   read -r word named bad < <("${alone[@]}" hybridtron.cluster.attempt "$@" --run "$run" \
     --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" | tail -n 1)
@@ -84,14 +84,14 @@ ask() {
   [ "${bad:--}" != - ] || bad=''
 }
 
-again() {  # [NODE,...]: requeue this job, without these nodes
+again() {  # [NODE,...]: requeue this job and exclude these nodes
   if [ "$requeue" != true ]; then
     echo "the run is not at its end, and cluster.requeue=false: the chain's next job resumes it, or submit it again" >&2
     exit 1
   fi
-  # what SLURM has ended already (cancelled, or requeued by somebody else) is left to it
+  # a job that was already cancelled, or requeued by somebody else, must not be requeued
   [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format %T)" = RUNNING ] || exit 1
-  trap '' TERM  # requeueing ends this script too, and nodes can be excluded only after it
+  trap '' TERM  # requeueing terminates this script, but nodes can be excluded only after that
   scontrol requeue "$SLURM_JOB_ID" || exit 1
   [ -z "$1" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$1"
   exit 1
@@ -121,7 +121,7 @@ if [ -z "$stopped" ]; then
   esac
 fi
 
-# The run itself, and what comes after it
+# Train, then decide what follows.
 code_of_run=75  # stopped before it began
 if [ -z "$stopped" ]; then
   forwarding everywhere "$logs/rank-%t.txt" hybridtron train "${settings[@]}"

@@ -1,4 +1,7 @@
-"""A YAML file of keys that a user wrote beside the configuration: a sweep, or an evaluation."""
+"""Read a user's YAML file beside the configuration: a sweep, or an evaluation.
+
+Such a file is one dictionary with a few known top-level keys. Every fault becomes an `Unusable` with a cure.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ GREATEST = 2**20  # bytes
 
 
 def read_keys(path: Path, known: Collection[str], where: str = "") -> dict[str, Any]:
-    """What the file says, under some of the known keys; `where` is the option that names it. Else Unusable."""
+    """Read the YAML file and return its top-level dictionary, which may have only known keys.
+
+    `where` is the option that names the file, for messages. Raises Unusable if the file can't be read or has another
+    key.
+    """
     name = f"{where} {path}".strip()
     try:
         content = yaml_of(read_regular(path, GREATEST))
@@ -29,7 +36,7 @@ def read_keys(path: Path, known: Collection[str], where: str = "") -> dict[str, 
 
 
 def require_known(name: str, found: Collection[Any], known: Collection[str]) -> None:
-    """Unusable for a key that there is not."""
+    """Raise Unusable for the first key that is not known, and suggest the nearest known one."""
     for key in found:
         if key not in known:
             raise Unusable(f"{name} has {key!r}{did_you_mean(str(key), known)}; it can have {', '.join(known)}")

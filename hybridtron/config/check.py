@@ -1,11 +1,12 @@
-"""Every rule that a configuration must keep and its types can't say.
+"""All rules between keys of the configuration, which types cannot express.
 
-What a single key can be set to is declared at its field (`limits.py`). Here are the rules between keys: each function
-looks at one section and lists what is wrong there, with the value that would work; `check` reports all of it at once,
-before torch is imported or a process group exists. What a phase may change is checked as it is in each phase: the rules
-name the key of the run's section, and `ResolvedPhase.key` finds the one that a person has set. The rules of `phases`,
-`states`, `precision`, and of `parallel`, which reach into all other sections, stand in `checks/`. What can be said of
-the data itself (that it can be read, that its vocabulary fits, that there is enough of it) stands in
+The values that a single key can have are declared at its field (`limits.py`). Here, each function examines one section
+and lists its problems, each with a value that would work. `check` reports all of them at once, before torch is imported
+or a process group exists. Sections that a phase may change are checked as they are in each phase: a rule names the key
+of the run's section, and `ResolvedPhase.key` finds the key that the user has set.
+
+The rules of `phases`, `states`, `precision`, `parallel` and exports are in `checks/`, as they reach into other
+sections. The rules that need the data itself (it can be read, its vocabulary fits, it suffices) are in
 `data/problems.py`.
 """
 
@@ -39,7 +40,10 @@ from hybridtron.requirements import is_there, missing
 
 
 def check(config: Config, world_size: int | None = None) -> list[Problem]:
-    """All that is wrong with the configuration; empty where it can run on N processes (None: on the fewest)."""
+    """List all problems of a configuration; an empty list means that it can run.
+
+    `world_size` is the number of processes; None stands for the fewest that the layout needs.
+    """
     phases = resolve(config)
     of_phases = [*limit_problems(config.phases, "phases"), *phase_problems(config, phases)]
     found = [
@@ -59,7 +63,10 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
 
 
 def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
-    """What is wrong with all that a phase may change, as it is in this phase; keys are those of the run's sections."""
+    """Check all sections that a phase may change, with the values of this phase.
+
+    The keys are those of the run's sections; `check` translates them to the phase's own.
+    """
     longest = max((one.seq_len for one in phase.config.phases if one.seq_len > 0), default=sys.maxsize)
     of_model = model_problems(phase.model, longest)
     yield from of_model
@@ -81,15 +88,15 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
 
 
 def require(config: Config, world_size: int | None = None) -> None:
-    """Raise ConfigError with everything that is wrong, if anything is."""
+    """Raise ConfigError with all problems, if there are any."""
     if found := check(config, world_size):
         raise ConfigError(found)
 
 
 def warnings(config: Config) -> list[str]:
-    """What is set and has no effect, or another than it looks, one sentence each.
+    """List settings that have no effect, or a surprising one, a sentence each.
 
-    Of a configuration that `check` finds nothing wrong with.
+    The configuration must have passed `check`.
     """
     pattern = parse(config.model.pattern, config.model.layers)
     found = [
@@ -114,7 +121,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Sequence[Problem]:
-    """What is wrong with a model that reads rows of up to `longest` tokens."""
+    """Return the problems of a model that reads rows of up to `longest` tokens."""
     try:
         architecture(model, longest)
     except ConfigError as error:
@@ -138,7 +145,7 @@ def _run(run: RunConfig) -> Iterator[Problem]:
 
 
 def _profile(config: Config) -> Iterator[Problem]:
-    """The steps to trace are steps of the run."""
+    """Check that the steps to trace lie within the run."""
     last = last_step(config)
     for index, step in enumerate(config.run.profile):
         if step > last:
@@ -146,7 +153,7 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 
 def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:
-    """There are tokens for at least one row of the longest length that is read."""
+    """Check that `run.eval_tokens` suffices for one row of the longest evaluated length."""
     times = max(run.eval_lengths, default=1)
     longest = max((phase.seq_len for phase in phases), default=0) * times
     with suppress(ValueError):  # reported by its limit

@@ -1,4 +1,4 @@
-"""What keys of the configuration that choose among names can be set to."""
+"""The enums of the configuration: keys that choose among names."""
 
 from __future__ import annotations
 
@@ -6,45 +6,46 @@ from enum import StrEnum
 
 
 class Source(StrEnum):
-    """Where the tokens come from: the corpus that ships with Python itself, or prepared tokens, here or at a URL."""
+    """Source of the tokens: a corpus that ships with Python, or a prepared folder, local or at a URL."""
 
     embedded = "embedded"
     folder = "folder"
 
 
 class Documents(StrEnum):
-    """Whether documents packed into one row are kept apart, or the row is one stream."""
+    """Isolation of documents packed into one row: kept apart, or joined into one stream."""
 
     isolate = "isolate"
     join = "join"
 
 
 class Order(StrEnum):
-    """Which tokens a row reads: shuffled windows of the packed text, or, lane by lane, one document after another."""
+    """Order in which rows read tokens: shuffled windows of packed text, or lanes that read whole documents in turn."""
 
     windows = "windows"
     lanes = "lanes"
 
 
 class Feed(StrEnum):
-    """What turns rows of tokens into batches on the device: torch, or a DALI pipeline."""
+    """Implementation that turns token rows into batches on the device: torch, or a DALI pipeline."""
 
     torch = "torch"
     dali = "dali"
 
 
 class DecaySchedule(StrEnum):
-    """The weight decay over a run: always the same, or a peak that falls and rises with the learning rate."""
+    """Schedule of the weight decay: constant, or proportional to the learning rate."""
 
     constant = "constant"
     lr = "lr"
 
 
 class LrPiece(StrEnum):
-    """The piece of the learning rate's course that a phase is.
+    """A phase's part in the learning-rate schedule.
 
-    A new one, warmed up from where the phase before ended to a peak of its own; more of that of the phase before, as
-    though the two were one; or from where that ended down to a given rate.
+    - rewarm: a new schedule, warmed up from the previous phase's last rate to a peak of its own
+    - carry_on: the previous phase's schedule continues, as if both phases were one
+    - decay: from the previous phase's last rate to a given one
     """
 
     rewarm = "rewarm"
@@ -53,14 +54,14 @@ class LrPiece(StrEnum):
 
 
 class Moments(StrEnum):
-    """What becomes of the optimizer's moments where a phase begins."""
+    """Treatment of the optimizer's moments where a phase begins."""
 
     keep = "keep"
     reset = "reset"
 
 
 class Export(StrEnum):
-    """The class that a Hugging Face folder is of: one of transformers' own, ours, or its own where one fits."""
+    """Class of an exported Hugging Face folder: one from transformers, ours, or the former where one fits."""
 
     auto = "auto"
     native = "native"
@@ -68,10 +69,10 @@ class Export(StrEnum):
 
 
 class Precision(StrEnum):
-    """What weights and activations are computed in; sums, norms and recurrent states stay in fp32.
+    """Number format for weights and activations. Sums, norms and recurrent states stay in fp32.
 
-    Those with fp8 are bf16 but for the large projections, which multiply in FP8: scaled by the greatest value of the
-    last steps (delayed), by each tensor's own (current), or by that of each tile (block).
+    The fp8 formats are bf16 except for the large projections, which multiply in FP8. Their scale follows from the
+    largest value in the last steps (delayed), in the current tensor (current) or in each tile (block).
     """
 
     fp32 = "fp32"
@@ -82,21 +83,24 @@ class Precision(StrEnum):
 
 
 class KeptFormat(StrEnum):
-    """What gradients are added up in, over micro-batches and ranks, and what an optimizer's state is kept in."""
+    """Number format in which gradients are accumulated, over micro-batches and ranks, or optimizer state is stored."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 FP8_MULTIPLES = {Precision.fp8_delayed: 16, Precision.fp8_current: 16, Precision.fp8_block: 128}
-"""The precisions that multiply in FP8, and of what the sides of such a product must be multiples."""
+"""The FP8 precisions, each with the number that must divide the sides of its products."""
 
 
 class StateMode(StrEnum):
-    """What a training row's recurrent state starts from.
+    """Initial state of a training row.
 
-    zero; noise, of a given size or fitted to the states that rows end in; the state in which the row before it in its
-    lane ended, though that is another text (passing), or the same text continued (tbtt).
+    - zero: zeros
+    - random: noise with a given standard deviation
+    - fitted: noise with the same mean and variance as the states in which rows end
+    - passing: the last state of the previous row in its lane, although that row is another text
+    - tbtt: the last state of the previous row in its lane, whose document the row continues
     """
 
     zero = "zero"
@@ -107,7 +111,7 @@ class StateMode(StrEnum):
 
 
 class StateKind(StrEnum):
-    """The kinds of carried tensors: recurrent states, tails of convolutions, keys and values of attention."""
+    """Kinds of state parts: recurrent states, last inputs of convolutions, keys and values of attention."""
 
     ssm = "ssm"
     conv = "conv"
@@ -115,7 +119,7 @@ class StateKind(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What the backward pass computes again: nothing, the sub-layers that look along the sequence, or every one."""
+    """Sub-layers that the backward pass recomputes: none, those that mix tokens along the sequence, or all."""
 
     none = "none"
     selective = "selective"

@@ -1,4 +1,4 @@
-"""Groups of configuration files, composed by Hydra: the package's, and those of a user's own.
+"""Compose configuration groups with Hydra: the package's groups and the user's own.
 
 Nothing here needs torch.
 """
@@ -25,7 +25,7 @@ from hybridtron.problems import ConfigError, Problem
 
 
 def model_of(configs: Path, choice: Choice) -> DictConfig:
-    """The model of a recipe, or of a file of its own."""
+    """Return a model by its file in configs/model, or else the model of the recipe with that name."""
     for folder in (configs, own_folder(configs)):
         if folder is not None and (file := folder / "model" / f"{choice.name}.yaml").is_file():
             model = OmegaConf.structured(ModelConfig)
@@ -35,7 +35,10 @@ def model_of(configs: Path, choice: Choice) -> DictConfig:
 
 
 def composed_of(configs: Path, choices: Sequence[Choice]) -> DictConfig:
-    """A copy of what Hydra composes: that takes 0.15 s, and sweeps and suites ask for the same again and again."""
+    """Compose the chosen groups and return a copy that the caller may change.
+
+    Hydra takes 0.15 s, and sweeps and suites ask for the same composition many times, so the result is cached.
+    """
     folders = [configs.absolute(), *([own] if (own := own_folder(configs)) else [])]
     paths = (path for folder in folders for group in groups_of(configs) for path in (folder / group).rglob("*.yaml"))
     files = sorted((str(p), (found := p.stat()).st_mtime_ns, found.st_size) for p in [configs / "config.yaml", *paths])
@@ -46,7 +49,11 @@ def composed_of(configs: Path, choices: Sequence[Choice]) -> DictConfig:
 def _composed_once(
     folders: tuple[Path, ...], choices: tuple[Choice, ...], files: tuple[tuple[str, int, int], ...]
 ) -> bytes:
-    """Pickled, as that is quicker to copy. `files` are those that Hydra may read: an edited one is read again."""
+    """Compose the choices and return the result pickled, since a pickle is the quickest to copy.
+
+    `files` are the path, modification time and size for each file that Hydra may read. They are part of the cache's
+    key, so that an edited file is read again.
+    """
     store = ConfigStore.instance()
     store.store("schema", ComposedConfig)
     for choice in choices:
@@ -70,7 +77,7 @@ def _composed_once(
 
 
 def _not_composed(error: Exception, folders: Sequence[Path], choices: Sequence[Choice]) -> Problem:
-    """Why Hydra composes nothing, in words of the file that was named."""
+    """Translate Hydra's error into a problem that names the user's file."""
     message = "\n".join(line for line in str(error).splitlines() if "_type=" not in line)
     misplaced = "Key 'recipe' not in" in message or "@recipe." in message
     if misplaced and (lacking := without_package(folders)):

@@ -1,7 +1,8 @@
-"""Which class of transformers a model is, exactly, and what else an export needs; without torch and transformers.
+"""Find the transformers class that a model fits exactly, and check other needs of an export.
 
-A model is one of these classes or it is none: nothing is rounded to the nearest. What is none of them is shipped with
-the class in `hf/`, which has every registered mixer. How a class is written stands in `interop/`.
+A model either fits a class or it does not; nothing is rounded to the nearest. A model that fits none is exported with
+the class in `hf/`, which supports every registered mixer. The code that writes each class is in `interop/`. Nothing
+here needs torch or transformers.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from hybridtron.config.native_fits import NATIVE
 from hybridtron.requirements import installed, missing
 
 SHIPPED = "HybridtronForCausalLM"
-RECORD = "hybridtron_export.json"  # in each exported folder: which checkpoint it was
-TRANSFORMERS = (5, 23)  # before it, its Mamba-2 takes the norm of several groups as one
+RECORD = "hybridtron_export.json"  # in each exported folder: names the checkpoint that it was made from
+TRANSFORMERS = (5, 23)  # the Mamba-2 of earlier versions normalizes several groups as one
 
 
 class CannotExport(ValueError):
-    """A model that can't be exported as asked; the message says why and what would work."""
+    """A model that can't be exported as requested; the message says why and suggests an alternative."""
 
 
 def export_class(model: ModelConfig, wanted: Export) -> str:
-    """The name of the class that a model is exported as. Raises CannotExport where there is none."""
+    """Return the class name that a model is exported as.
+
+    Raises CannotExport if `wanted` is native and no class of transformers fits.
+    """
     arch = architecture(model)
     reasons = {name: misfit(arch, model.norm_eps) or _beside(model, name) for name, misfit in NATIVE.items()}
     fitting = [name for name, reason in reasons.items() if reason is None]
@@ -37,7 +41,7 @@ def export_class(model: ModelConfig, wanted: Export) -> str:
 
 
 def transformers_fault() -> str | None:
-    """Why what transformers must do to prove an export can't be done; None where it can."""
+    """Return why the installed transformers cannot prove an export; None if it can."""
     if (fault := missing("export")) is not None:
         return fault
     if (found := installed("transformers")) is None:
@@ -50,7 +54,7 @@ def transformers_fault() -> str | None:
 
 
 def _beside(model: ModelConfig, name: str) -> str | None:
-    """What of a model's ends keeps it from a class that has its sub-layers."""
+    """Return why a class with fitting sub-layers does not fit the embedding, head or multipliers; else None."""
     if model.tie_embeddings and name in UNTIED:
         return "its head is tied to its embedding"
     if not model.tie_embeddings and name in TIED:
@@ -62,9 +66,9 @@ def _beside(model: ModelConfig, name: str) -> str | None:
 UNTIED = ("NemotronHForCausalLM",)
 """Classes that can't share the embedding's weights with the head."""
 TIED = ("Zamba2ForCausalLM",)
-"""Those that transformers builds otherwise, without a word, where the embedding is not the head."""
+"""Classes that transformers silently builds without shared sub-layers if embedding and head are not tied."""
 MULTIPLIED: dict[str, Collection[str]] = {
     **dict.fromkeys(("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"), MULTIPLIERS),
     "FalconH1ForCausalLM": ("embedding_multiplier", "logits_scaling"),
 }
-"""Those that multiply embedding, all sub-layers or logits."""
+"""Model multipliers (of the embedding, all sub-layers or the logits) that a class supports."""

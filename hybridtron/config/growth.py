@@ -1,7 +1,7 @@
-"""How many rows each step of a phase reads: as many as `global_batch` says, or fewer while its ramp lasts.
+"""Number of rows that each step reads: `global_batch`, or fewer while a phase's ramp lasts.
 
-The ramp's tokens are shared out evenly among its sizes, each of which runs for whole steps. Steps count from 0 at the
-start of the phase, rows from the first that it reads.
+The ramp's tokens are divided evenly among its batch sizes, each of which runs for whole steps. Steps count from 0 at
+the start of the phase, and so do rows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from hybridtron.config.units import parse_tokens
 
 @dataclass(frozen=True)
 class Growth:
-    """Stairs of (steps, rows), one after another, and then steps of `rows_at_last` to the end."""
+    """Batch sizes over a phase: stairs of (steps, rows), one after another, then `rows_at_last` to the end."""
 
     stairs: tuple[tuple[int, int], ...]
     rows_at_last: int
 
     @classmethod
     def of(cls, phase: PhaseConfig) -> Self:
+        """Build the stairs from a phase's ramp; without a ramp there are none."""
         if phase.ramp is None:
             return cls((), phase.global_batch)
         sizes = range(phase.ramp.start, phase.global_batch, phase.ramp.step)
@@ -30,7 +31,7 @@ class Growth:
         return cls(tuple((math.ceil(share / (rows * phase.seq_len)), rows) for rows in sizes), phase.global_batch)
 
     def rows(self, step: int) -> int:
-        """That a step reads."""
+        """Return the number of rows that a step reads."""
         for steps, rows in self.stairs:
             if step < steps:
                 return rows
@@ -38,7 +39,7 @@ class Growth:
         return self.rows_at_last
 
     def rows_before(self, step: int) -> int:
-        """That all steps before it read."""
+        """Return the total rows of all steps before this one."""
         total = 0
         for steps, rows in self.stairs:
             total += min(step, steps) * rows
@@ -46,7 +47,7 @@ class Growth:
         return total + step * self.rows_at_last
 
     def steps_for(self, rows: int) -> int:
-        """The fewest steps that read that number of rows."""
+        """Return the fewest steps that read at least `rows` rows."""
         done = 0
         for steps, size in self.stairs:
             if rows <= steps * size:

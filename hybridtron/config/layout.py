@@ -1,17 +1,18 @@
-"""Which rank holds which sub-layers, and how many ranks share the data. No torch, no process group.
+"""Assign sub-layers to pipeline ranks, and count the data-parallel ranks. Needs no torch and no process group.
 
-There are `pipeline * virtual_pipeline` chunks of consecutive sub-layers. Chunk c runs on pipeline rank c % pipeline as
-its virtual stage c // pipeline (Megatron's interleaved order), so a micro batch passes rank after rank, and then the
-next virtual stage of each. Bars in the pattern say where the chunks end; without bars they are balanced: of all ways
-to cut the sub-layers into runs of at least one, those whose dearest chunk is cheapest, and of these the most even.
+There are `pipeline * virtual_pipeline` stages ("chunks" in names) of consecutive sub-layers. Stage c runs on pipeline
+rank c % pipeline as its virtual stage c // pipeline (Megatron's interleaved order), so a micro-batch passes rank after
+rank, and then the next virtual stage of each. Bars in the pattern say where the stages end. Without bars they are
+balanced: the cut minimizes the cost of the most expensive stage, and ties go to the most even cut. Every stage gets at
+least one sub-layer.
 
 The cost of a sub-layer is its forward FLOPs per token at one sequence length (the longest of any phase: a layout does
-not change between phases), with what is bound by memory weighed by `SCAN_WEIGHT`. The embedding counts with the first
-sub-layer, the head and the loss with the last.
+not change between phases), where the memory-bound scan is weighted by `SCAN_WEIGHT`. The embedding counts with the
+first sub-layer, the head and the loss with the last.
 
 Why 80: with 0.8% of its FLOPs in the scan, Mamba 1.3B trains at 0.69 times the speed of Llama-2 1.3B on H100 (Samba,
 Table 3: 17.8 and 25.9 times 1e5 tokens/s on 64). If all else runs equally fast per FLOP, the scan costs 80 times its
-FLOPs. The same weight puts Samba 1.3B at 0.97 times Llama-2's speed, which is what the paper measured.
+FLOPs. The same weight predicts Samba 1.3B at 0.97 times Llama-2's speed, which is the paper's measurement.
 """
 
 from __future__ import annotations
@@ -29,26 +30,29 @@ from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.problems import ConfigError, Problem
 
 SCAN_WEIGHT = 80
-_LOSS_FLOPS = 5  # per logit: maximum, difference, exponential, sum, gradient; bound by memory
+_LOSS_FLOPS = 5  # per logit: maximum, difference, exponential, sum, gradient; memory-bound, so weighted too
 
 
 def chunk_count(parallel: ParallelConfig) -> int:
-    """Into how many pieces the pipeline cuts the model."""
+    """Count the pipeline stages, including virtual ones."""
     return parallel.pipeline * parallel.virtual_pipeline
 
 
 def chunks_on(parallel: ParallelConfig, rank: int) -> range:
-    """The chunks that a pipeline rank runs, as its virtual stages 0, 1, ..."""
+    """Return the stages that a pipeline rank runs, as its virtual stages 0, 1, ..."""
     return range(rank, chunk_count(parallel), parallel.pipeline)
 
 
 def stages_of(config: Config) -> tuple[range, ...]:
-    """The sub-layers of every chunk of this run; see `stage_layers`."""
+    """Return this run's sub-layers per pipeline stage; see `stage_layers`."""
     return stage_layers(config.model, config.parallel, max(phase.seq_len for phase in config.phases))
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> tuple[range, ...]:
-    """The sub-layers (global indices) of every chunk, in model order. Raises ConfigError where there is no such cut."""
+    """Return the sub-layers (global indices) of every pipeline stage, in model order.
+
+    Raises ConfigError if the sub-layers cannot be divided into these stages.
+    """
     if found := stage_problems(model, parallel):
         raise ConfigError(found)
     arch, chunks = architecture(model), chunk_count(parallel)
@@ -62,7 +66,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
 
 
 def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem]:
-    """What keeps the sub-layers from being cut into this layout's stages; a single stage ignores bars."""
+    """List why the sub-layers cannot be divided into this layout's stages. A single stage ignores bars."""
     arch = architecture(model)
     chunks, bars, layers = chunk_count(parallel), len(arch.stages), len(arch.inseparable)
     if chunks == 1:
@@ -80,7 +84,7 @@ def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem
 
 
 def shared_homes(model: ModelConfig, stages: Sequence[range]) -> dict[str, list[int]]:
-    """The chunks that hold what places of a letter share, by the letter; of those that several chunks hold."""
+    """Return the stages that hold a letter's shared weights, by letter, for letters in several stages."""
     arch = architecture(model)
     homes = {
         letter: [chunk for chunk, stage in enumerate(stages) if letter in arch.letters[stage.start : stage.stop]]
@@ -91,7 +95,10 @@ def shared_homes(model: ModelConfig, stages: Sequence[range]) -> dict[str, list[
 
 
 def layer_costs(model: ModelConfig, seq_len: int) -> tuple[int, ...]:
-    """Weighted forward FLOPs per token of every sub-layer; the ends of the model count with the ends of the list."""
+    """Return the weighted forward FLOPs per token for every sub-layer.
+
+    The embedding counts with the first sub-layer, the head and the loss with the last.
+    """
     arch = architecture(model)
     by_letter = {letter: mixer_cost(spec, arch.sizes, seq_len) for letter, spec in arch.by_letter.items()}
     costs = [by_letter[letter] for letter in arch.letters]
@@ -101,26 +108,26 @@ def layer_costs(model: ModelConfig, seq_len: int) -> tuple[int, ...]:
 
 
 def mixer_cost(spec: MixerSpec, sizes: ModelSizes, seq_len: int) -> int:
-    """Weighted forward FLOPs per token of one sub-layer."""
+    """Return one sub-layer's weighted forward FLOPs per token."""
     parts = spec.flops(sizes, seq_len)
     return round(sum(flops * (SCAN_WEIGHT if part == "scan" else 1) for part, flops in parts.items()))
 
 
 def embedding_cost(model: ModelConfig) -> int:
-    """A lookup: width values are read and written."""
+    """Return the embedding lookup's weighted cost per token: `width` values are read and written."""
     return SCAN_WEIGHT * 2 * model.width
 
 
 def head_cost(model: ModelConfig) -> int:
-    """The projection to the vocabulary, and the loss."""
+    """Return the weighted FLOPs per token for the projection to the vocabulary and for the loss."""
     return (2 * model.width + SCAN_WEIGHT * _LOSS_FLOPS) * model.vocab_size
 
 
 def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
-    """How many of these stand in each chunk: the smallest largest sum, then the smallest sum of squares.
+    """Return the number of items in each chunk: the smallest largest sum, then the smallest sum of squares.
 
-    The smallest possible largest sum is found by bisection. Of the cuts that keep to it, dynamic programming finds the
-    most even one.
+    The smallest possible largest sum is found by bisection. Dynamic programming finds the most even cut that keeps to
+    it.
     """
     assert 1 <= chunks <= len(costs)
     sums = [0, *itertools.accumulate(costs)]
@@ -128,7 +135,7 @@ def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _chunks_needed(sums, middle) <= chunks else (middle + 1, high)
-    squares = {0: 0}  # sum of squares of the chunks so far, by where the last of them ends
+    squares = {0: 0}  # smallest sum of squares of the chunks so far, by the index at which the last one ends
     came_from: list[dict[int, int]] = []
     for chunk in range(1, chunks + 1):
         reached: dict[int, int] = {}
@@ -147,7 +154,7 @@ def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
 
 
 def _chunks_needed(sums: Sequence[int], limit: int) -> int:
-    """Chunks of at most `limit` that hold everything, each filled before the next is begun."""
+    """Count the chunks needed if each is filled greedily up to a sum of `limit`."""
     needed = at = 0
     while at < len(sums) - 1:
         at = bisect_right(sums, sums[at] + limit) - 1
@@ -156,17 +163,17 @@ def _chunks_needed(sums: Sequence[int], limit: int) -> int:
 
 
 def data_parallel(parallel: ParallelConfig, world_size: int) -> int:
-    """How many ranks share the data. Raises ConfigError where the world can't be shared out evenly."""
+    """Count the data-parallel ranks. Raises ConfigError if the world size does not divide evenly."""
     if found := world_problems(parallel, world_size):
         raise ConfigError(found)
     return world_size // parallel.model_ranks
 
 
 def with_overlap(parallel: ParallelConfig, copies: int) -> ParallelConfig:
-    """The layout where this many ranks hold the same weights; what their traffic overlaps with is not left open.
+    """Return the layout with definite overlap settings, for `copies` ranks that hold the same weights.
 
-    With virtual stages weights are gathered ahead only where that is asked for: Megatron then sends those of a stage in
-    one message, of several types, which gloo mixes up.
+    With virtual stages, weights are gathered during the forward pass only if the user asks for it: Megatron then sends
+    the weights of a stage in one message with several dtypes, which gloo mixes up.
     """
     reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
     reduce = copies > 1 or bool(gather) if reduce is None else reduce
@@ -176,7 +183,7 @@ def with_overlap(parallel: ParallelConfig, copies: int) -> ParallelConfig:
 
 
 def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
-    """What keeps `world_size` processes from being arranged into this layout."""
+    """List why `world_size` processes cannot be arranged into this layout."""
     model_ranks = parallel.model_ranks
     if world_size >= 1 and world_size % model_ranks == 0:
         return []
@@ -192,21 +199,24 @@ def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
 
 
 def multiples_near(unit: int, size: int) -> list[int]:
-    """The multiples of `unit` next to `size`, where it is none; never zero."""
+    """Return the multiples of `unit` next to `size`; never zero."""
     below = size // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 
 
 @dataclass(frozen=True)
 class ProcessLaunch:
-    """How a process was started: its rank among how many."""
+    """The rank and world size with which a process was started."""
 
     rank: int
     world_size: int
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> ProcessLaunch:
-    """What torchrun, or srun with one task a process, say of this process; one alone where neither started it."""
+    """Read this process's rank and world size from torchrun's variables, or those of srun with one task per process.
+
+    Returns rank 0 of 1 if neither started this process.
+    """
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in environment and environment.get(size, "").isdigit():
             return ProcessLaunch(int(environment[rank]), int(environment[size]))
@@ -214,6 +224,6 @@ def launched(environment: Mapping[str, str] = os.environ) -> ProcessLaunch:
 
 
 def fp8_layers(config: Config) -> range:
-    """The sub-layers whose large projections multiply in FP8, where the precision is one of FP8's."""
+    """Return the sub-layers whose large projections multiply in FP8, if the precision is an FP8 one."""
     last = len(architecture(config.model).specs) - config.precision.bf16_last
     return range(config.precision.bf16_first, max(config.precision.bf16_first, last))

@@ -1,9 +1,9 @@
-"""From the command line to a typed `Config`: Hydra composes the groups, then each `key=value` overrides a value.
+"""Load a typed `Config` from the command line: Hydra composes the groups, then each `key=value` overrides a value.
 
-`group=name` (such as `recipe=samba_421m`) goes to Hydra, as do files of the user's own (`outside.py`). `model=name`
-replaces the model by that of another recipe, so that a model is written down once, with the run that trains it. Values
-are set here, one by one, so that all mistakes are reported together, each with the key that was probably meant. What a
-recipe takes from the checkpoint that `run.weights` names is resolved by `weights.py`. Nothing in this file needs torch.
+`group=name` (such as `recipe=samba_421m`) goes to Hydra, as do the user's own files (`outside.py`). `model=name`
+replaces the model by that of another recipe, so that a model needs to be defined only once, with the run that trains
+it. Each value is set separately, so that all mistakes are reported together, each with the key that was probably meant.
+`weights.py` resolves the values that a recipe takes from the checkpoint in `run.weights`. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from hybridtron.config.schema import Config
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.shipped import shipped
 
-# Thirty times as quick in C, which a PyYAML that was built from source may lack.
+# The C dumper is thirty times as fast, but a PyYAML that was built from source may lack it.
 _Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})
 
-ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a keyword of Python's can't name a field
+ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a Python keyword can't name a field
 CONFIGS = shipped("configs")
 NO_NAME = ": write `run: {name: NAME}` into the recipe, or give run.name=NAME; the run's folder is called so"
 RENAMED = {"of_weights": "from_checkpoint"}  # former names of choices
 
 
 def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
-    """Compose what the arguments ask for. Raises ConfigError with every unknown key and ill-typed value."""
+    """Compose the configuration of these arguments. Raises ConfigError with every unknown key and ill-typed value."""
     groups = groups_of(configs)
     arguments, problems = without_spaces(arguments)
     problems += not_settings(arguments, lambda text: _recipe_meant(configs, text))
@@ -79,8 +79,8 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     for choice in choices:
         if choice.group == "model":
             composed.model = model_of(configs, choice)
-    # run.weights comes first, wherever it stands on the command line: the recipe takes values from that checkpoint, and
-    # the other arguments may override what came from there.
+    # run.weights comes first, regardless of its position on the command line: the recipe takes values from that
+    # checkpoint, and the other arguments may override those values.
     of_checkpoint = [value for key, value in values if key == weights.KEY]
     others = [(key, value) for key, value in values if key != weights.KEY]
     problems = [p for value in of_checkpoint if (p := _set(composed, weights.KEY, value))]
@@ -89,13 +89,16 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError([*problems, unresolved(error)]) from error
     problems += [p for key, value in others if (p := _set(composed, key, value))]
-    if missing := weights.unknown(composed):  # nothing that hangs on them can be looked up
+    if missing := weights.unknown(composed):  # values that depend on these keys cannot be resolved
         raise ConfigError([*problems, *missing])
     return _typed(composed, [*problems, *secrets_from_environment(composed)])
 
 
 def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str], list[OutsideFile]]:
-    """Replace paths in settings by names, for a copy of configs/ that gets the files; returns both."""
+    """Replace file paths in settings by names, for a copy of configs/ that will contain the files.
+
+    Returns the settings and the files.
+    """
     kept: list[str] = []
     files: list[OutsideFile] = []
     for setting in settings:
@@ -109,24 +112,25 @@ def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str]
 
 
 def load_saved(path: Path) -> Config:
-    """The configuration that a run wrote beside its checkpoints."""
+    """Load the configuration that a run wrote beside its checkpoints."""
     return _typed(read_saved(path), [])
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as `load_saved` reads it: complete, with nothing left to look up."""
+    """Write the configuration as YAML for `load_saved`: every key, with interpolations resolved."""
     return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """The same as dictionaries, lists, numbers and text."""
+    """Convert the configuration to dictionaries, lists, numbers and text, with interpolations resolved."""
     plain: Any = _plain(asdict(config))
-    if "${" in str(plain):  # made in Python: nothing has looked up what a default refers to
+    if "${" in str(plain):  # a Config made in Python: its defaults' interpolations are not resolved yet
         plain = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)  # 8 to 50 ms
     return plain
 
 
 def _plain(value: Any) -> Any:
+    """Convert a value recursively; enums become their names, tuples become lists."""
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -135,7 +139,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(dumper: Any, text: str) -> yaml.ScalarNode:
-    """Quotes what OmegaConf would read as a number and YAML 1.1 would not, such as 1e-3."""
+    """Represent text in YAML, quoted if OmegaConf would read it as a number and YAML 1.1 would not: 1e-3."""
     try:
         float(text)
     except ValueError:
@@ -147,20 +151,20 @@ _Dumper.add_representer(str, _text)
 
 
 def choices_of(group: str, configs: Path = CONFIGS) -> list[str]:
-    """The names that a group can be set to: `choices_of("recipe")`."""
+    """Return the package's names for a group: `choices_of("recipe")`. Each recipe is also a model."""
     files = (str(p.relative_to(configs / group).with_suffix("")) for p in (configs / group).rglob("*.yaml"))
     recipes = (p.name.removesuffix(".yaml") for p in (configs / "recipe").glob("*.yaml"))
     return sorted({*files, *(recipes if group == "model" else ())})
 
 
 def _known(group: str, configs: Path) -> list[str]:
-    """The names of a group, those of the user's configs/ too."""
+    """Return all names for a group, including those in the user's configs/."""
     own_configs = own_folder(configs)
     return sorted({*choices_of(group, configs), *(choices_of(group, own_configs) if own_configs else ())})
 
 
 def _recipe_meant(configs: Path, text: str) -> str | None:
-    """Find the recipe that an argument without a key means; None where it means none."""
+    """Return the recipe that an argument without a key probably means, by name or path; else None."""
     if is_path(text) and is_file(text):
         path = Path(text).absolute()
         inside = path.is_relative_to(folder := (configs / "recipe").absolute())
@@ -169,7 +173,7 @@ def _recipe_meant(configs: Path, text: str) -> str | None:
 
 
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
-    """Apply one `key=value` to the configuration; return what is wrong with it, if anything is."""
+    """Apply one `key=value` to the configuration. Returns a problem if the key or the value is wrong, else None."""
     _begin_sections(config, key.rpartition(".")[0])
     open_ended = any(part in key for part in (".layers.", ".mixture", "cluster.environment."))
     if not open_ended and (problem := unknown_key(config, key)):
@@ -200,24 +204,24 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
 
 
 def _begin_sections(config: DictConfig, key: str) -> None:
-    """Where a section on the way to a key is null, and this one included, begin it with its defaults."""
+    """Fill null sections on the path to a key, and at the key itself, with their defaults."""
     names = key.split(".")
     for depth in range(1, len(names) + 1):
-        with suppress(OmegaConfBaseException):  # `unknown_key` says what is wrong with it
+        with suppress(OmegaConfBaseException):  # `unknown_key` reports such a key
             node = node_of(config, ".".join(names[:depth]))
             if isinstance(node, DictConfig) and node._is_none() and is_dataclass(schema := node._metadata.ref_type):
                 OmegaConf.update(config, ".".join(names[:depth]), OmegaConf.structured(schema), merge=False)
 
 
 def _set_letter(config: DictConfig, key: str, options: Any) -> None:
-    """Override options of a letter; one of another kind starts from its defaults, as it does not know these options."""
+    """Override options of a letter. A new kind replaces all options, since it may not know the old ones."""
     before = OmegaConf.select(config, f"{key}.kind") if key.startswith("model.") else None
     another = isinstance(options, dict) and before is not None and options.get("kind", before) != before
     OmegaConf.update(config, key, options, merge=not another, force_add=True)
 
 
 def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
-    """Override one entry of a mixture, which may be new, or replace the mixture; null leaves none."""
+    """Override one entry of a mixture, which may be new. Without an entry, replace the mixture; null empties it."""
     value = {} if value is None and not entry else value
     if not entry:
         OmegaConf.update(config, mixture, {}, merge=False)
@@ -227,7 +231,10 @@ def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
 
 
 def _value(text: str, is_text: bool) -> Any:
-    """What was written, by Hydra's grammar; a key that holds text takes it as it is: `model.pattern=(M-)*2`."""
+    """Parse a value by Hydra's grammar, except for keys that hold text.
+
+    Text that the grammar reads as something else stays as written: `model.pattern=(M-)*2`.
+    """
     try:
         value = OverridesParser.create().parse_override(f"value={text}").value()
     except HydraException:
@@ -238,6 +245,7 @@ def _value(text: str, is_text: bool) -> Any:
 
 
 def _typed(config: Any, found: list[Problem]) -> Config:
+    """Convert to `Config`. Raises ConfigError with the problems found so far and those of the conversion."""
     typed = None
     try:
         found += list(_unusable(config))
@@ -254,12 +262,12 @@ def _typed(config: Any, found: list[Problem]) -> Config:
 
 
 def _unusable(config: Any) -> Iterator[Problem]:
-    """Keys without a value, and numbers that are not finite: nan slips through every rule of the form `x <= 0`."""
+    """Report keys without a value, and numbers that are not finite: nan passes every rule of the form `x <= 0`."""
     for key, parent, name in leaves(config):
         if OmegaConf.is_missing(parent, name):
             yield Problem(key, "must be set" + (NO_NAME if key == "run.name" else ""))
             continue
-        with suppress(InterpolationToMissingValueError):  # what it leads to is reported itself
+        with suppress(InterpolationToMissingValueError):  # the missing value is reported under its own key
             value = parent[name]
             if isinstance(value, float) and not math.isfinite(value):
                 yield Problem(key, f"is {value}, must be a finite number")

@@ -1,4 +1,4 @@
-"""What a person probably meant by a key or a value that the configuration does not have.
+"""Guess the key or value that a user meant, for error messages.
 
 A wrong key is answered with the closest known one: first below the same parent, then anywhere, as most newcomers write
 `lr=1e-3` for `phases.0.lr=1e-3`. A value of the wrong type is answered with the type that the key holds.
@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridtron.config.saved import leaves
 from hybridtron.problems import Problem, did_you_mean
 
-# What other trainers call a key of ours; did_you_mean does not find these.
+# Other trainers' names of our keys, which are too different for did_you_mean to find.
 NAMES_ELSEWHERE = {
     "batch_size": "global_batch",
     "global_batch_size": "global_batch",
@@ -29,11 +29,14 @@ NAMES_ELSEWHERE = {
 }
 
 
-CONFIG_OPTIONS = ("config", "config_dir", "config_file", "config_name", "config_path")  # of other programs
+CONFIG_OPTIONS = ("config", "config_dir", "config_file", "config_name", "config_path")  # other programs' options
 
 
 def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Take out arguments that spaces cut apart, such as `recipe = laptop`; each of them is a problem."""
+    """Remove arguments that spaces have split, such as `recipe = laptop`.
+
+    Returns the remaining arguments and a problem for each one removed.
+    """
     left = list(arguments)
     problems = []
     at = 1
@@ -54,9 +57,9 @@ def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
 
 
 def not_settings(arguments: Sequence[str], recipe_meant: Callable[[str], str | None]) -> Iterator[Problem]:
-    """The arguments that are not key=value, with options in the form of most programs: `--recipe samba_421m`.
+    """Report arguments that are not key=value, among them options such as `--recipe samba_421m`.
 
-    `recipe_meant` says which recipe an argument names, if it names one: `laptop`, `configs/recipe/laptop.yaml`.
+    `recipe_meant` returns the recipe that an argument probably names (`laptop`, `configs/recipe/laptop.yaml`), or None.
     """
     taken = None
     for argument, following in zip_longest(arguments, arguments[1:]):
@@ -75,7 +78,7 @@ def not_settings(arguments: Sequence[str], recipe_meant: Callable[[str], str | N
 
 
 def unknown_key(config: DictConfig, key: str) -> Problem | None:
-    """What is wrong with a key; None where the configuration has it."""
+    """Return the problem with a key; None if the configuration has the key."""
     node: Any = config
     for depth, name in enumerate(parts := key.split(".")):
         where = ".".join(parts[:depth]) or "the configuration"
@@ -88,14 +91,14 @@ def unknown_key(config: DictConfig, key: str) -> Problem | None:
             node = node._get_node(name)
         else:
             names = [str(n) for n in node] if isinstance(node, DictConfig) else []
-            names = names if depth else ["recipe", *names]  # a group, and no section
+            names = names if depth else ["recipe", *names]  # recipe is a group, not a section
             known = f"; it has: {', '.join(names)}" if names else " below it"
             return Problem(key, f"{where} has no {name!r}{_meant(config, parts[-1], name, names)}{known}")
     return None
 
 
 def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseException) -> Problem:
-    """A value that the key can't hold."""
+    """Return the problem for a value of the wrong type, with the type that the key expects."""
     node = node_of(config, key)
     if isinstance(node, EnumNode):
         return Problem(key, f"is {text!r}, must be one of {', '.join(node.enum_type.__members__)}")
@@ -112,28 +115,28 @@ def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseExc
 
 
 def _entries(key: str, node: object) -> str:
-    """What a section or dictionary holds: keys of its own, or any."""
+    """Describe a section's content: its keys if it has any, else entries in braces."""
     keys = [str(name) for name in node] if isinstance(node, DictConfig) else []
     return f"set by its keys: {', '.join(f'{key}.{name}' for name in keys)}" if keys else "entries in braces"
 
 
 def not_a_value(key: str, text: str) -> Problem:
-    """A value that Hydra's grammar does not know."""
+    """Return the problem for a value that Hydra's grammar cannot parse."""
     if key.rpartition(".")[2] == "layers":
         return Problem(key, f"{text!r} is not a value: set one letter or option at a time, as in {key}.M.kind=mamba2")
     return Problem(key, f"{text!r} is not a value (quote it if it holds brackets, commas or colons)")
 
 
 def unresolved(error: OmegaConfBaseException) -> Problem:
-    """A `${...}` that leads nowhere, or what else OmegaConf finds wrong with a composed or saved configuration."""
+    """Return the problem for a `${...}` without a target, or for any other fault that OmegaConf reports."""
     return Problem(str(error.full_key or "configuration"), str(error).splitlines()[0])
 
 
 def _meant(config: DictConfig, leaf: str, name: str, names: Sequence[str]) -> str:
-    """A name below the same parent, or else a key of that name anywhere."""
+    """Return a hint at a name below the same parent, or else at a key with that name anywhere; else an empty text."""
     if near := did_you_mean(name, names):
         return near
-    # phases first, as most that newcomers set stands there
+    # phases first, as they have most keys that newcomers set
     known = sorted((key for key, _, _ in leaves(config)), key=lambda one: not one.startswith("phases."))
     keys = dict(reversed([(key.rpartition(".")[2], key) for key in known]))
     close = [NAMES_ELSEWHERE.get(leaf, leaf), *difflib.get_close_matches(leaf, keys, 1, cutoff=0.8)]
@@ -141,7 +144,7 @@ def _meant(config: DictConfig, leaf: str, name: str, names: Sequence[str]) -> st
 
 
 def node_of(config: DictConfig, key: str) -> Any:
-    """What a key holds, as OmegaConf has it; None where there is no such key."""
+    """Return the OmegaConf node at a key; None if there is none."""
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(config, parent) if parent else config
     if isinstance(node, ListConfig):

@@ -1,6 +1,7 @@
-"""Which class of transformers has a model's sub-layers, exactly: for each class why it has not.
+"""Compare a model's sub-layers with each class of transformers; give the reason where they differ.
 
-Nothing is rounded to the nearest. What of the model's ends must fit too stands in `exportable`.
+The comparison is exact; nothing is rounded to the nearest. Each function returns the first difference in words, or None
+for a model that fits. `exportable` compares the embedding, head and multipliers.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture
 
-OLMO_HEAD_EPS = 1e-5  # of the norm of a head in OLMo-Hybrid's Gated DeltaNet, whatever config.json says
-ZAMBA2_MAMBA_EPS = 1e-5  # of the gated norm in Zamba2's Mamba-2, whatever config.json says
+OLMO_HEAD_EPS = 1e-5  # epsilon of a head's norm in OLMo-Hybrid's Gated DeltaNet, regardless of config.json
+ZAMBA2_MAMBA_EPS = 1e-5  # epsilon of the gated norm in Zamba2's Mamba-2, regardless of config.json
 OF_FEW_CLASSES = {
     "dt_floor": 0.0,
     "norm": True,
@@ -30,18 +31,21 @@ OF_FEW_CLASSES = {
     "output_multiplier": 1.0,
     "beside": False,
 }
-"""Options of sub-layers, with what they are in most classes."""
+"""Options of sub-layers that few classes support, with their values in all other classes."""
 
 
 def halves(arch: Architecture) -> tuple[Sequence[MixerSpec], Sequence[MixerSpec]]:
-    """The mixers, and the MLPs after them, of a model whose layers are pairs of both."""
+    """Return the mixers and the MLPs of a model whose layers are pairs of both."""
     return arch.specs[::2], arch.specs[1::2]
 
 
 def _only(
     specs: Sequence[MixerSpec], kind: type[MixerSpec], norm_after: bool = False, also: Collection[str] = ()
 ) -> str | None:
-    """Why these are not all of one kind and alike, with no options of few classes but those in `also`."""
+    """Return why the sub-layers are not all of one kind and alike; else None.
+
+    Options that few classes support must have their usual values, except those in `also`.
+    """
     if not all(spec.kind == kind.kind for spec in specs):
         return f"not every sub-layer is {kind.kind}"
     if len(set(specs)) != 1:
@@ -57,17 +61,23 @@ def _only(
 
 
 def _pairs(arch: Architecture) -> str | None:
+    """Check that the model alternates mixers with SwiGLU MLPs."""
     mlps = halves(arch)[1]
     return _are_pairs(arch) or _only(mlps, SwiGLUSpec)
 
 
 def _are_pairs(arch: Architecture) -> str | None:
+    """Check that the number of sub-layers is even."""
     return "its last sub-layer has no MLP after it" if len(arch.specs) % 2 else None
 
 
 def _attention(
     spec: MixerSpec, qk_norm: str = "none", gate: bool = False, part: bool = False, scaled: bool = False
 ) -> str | None:
+    """Check that the attention has no options except those allowed by the arguments.
+
+    `gate` and `qk_norm` must match exactly. `part` allows partial rotary positions, `scaled` a scale of its own.
+    """
     if not isinstance(spec, AttentionSpec):
         return f"{spec.kind} is not attention"
     if spec.conv:
@@ -86,6 +96,7 @@ def _attention(
 
 
 def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = False) -> str | None:
+    """Check for pairs of attention and MLP with rotary positions; `windowed` requires or forbids a window."""
     mixers = halves(arch)[0]
     found = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0], scaled=scaled)
     if found is not None:
@@ -109,6 +120,7 @@ def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _bamba(arch: Architecture, norm_eps: float) -> str | None:
+    """Check for Bamba's hybrid of Mamba-2 and attention, whose rotary positions turn half of each head."""
     found, attention = _mamba2_hybrid(arch, norm_eps, part=True)
     if found or attention is None:
         return found
@@ -122,7 +134,10 @@ def _bamba(arch: Architecture, norm_eps: float) -> str | None:
 def _mamba2_hybrid(
     arch: Architecture, norm_eps: float, part: bool = False, scaled: bool = False
 ) -> tuple[str | None, AttentionSpec | None]:
-    """What Granite's hybrid and Bamba share, and their attention; its positions may turn a part of each head."""
+    """Check the rules that Granite's hybrid and Bamba share, and return their attention.
+
+    `part` allows rotary positions on a part of each head, `scaled` a scale of its own.
+    """
     mixers = halves(arch)[0]
     recurrent: list[Mamba2Spec] = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
     others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
@@ -142,13 +157,14 @@ def _mamba2_hybrid(
 
 
 def _expanded(arch: Architecture) -> str | None:
-    """Whether Mamba-2's heads are together as wide as its classes take them to be."""
+    """Check that Mamba-2's heads together are `expand` times the model's width, as its classes assume."""
     mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
     same = mamba.inner(arch.sizes) == mamba.expand * arch.sizes.width
     return None if same else "its mamba2 has heads that are together not as wide as expand * model.width"
 
 
 def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
+    """Check for Nemotron-H: Mamba-2, squared-ReLU MLPs and attention without positions, in any order."""
     mamba = [spec for spec in arch.specs if isinstance(spec, Mamba2Spec)]
     mlps = [spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec)]
     attention = [spec for spec in arch.specs if isinstance(spec, AttentionSpec)]
@@ -166,7 +182,7 @@ def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionSpec]]:
-    """The mixers of a hybrid of both kinds; neither where there are others."""
+    """Return the Gated DeltaNet and the attention mixers; both lists are empty if the model has other mixers too."""
     mixers = halves(arch)[0]
     recurrent = [spec for spec in mixers if isinstance(spec, GatedDeltaNetSpec)]
     attention = [spec for spec in mixers if isinstance(spec, AttentionSpec)]
@@ -174,7 +190,7 @@ def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionS
 
 
 def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool) -> str | None:
-    """What OLMo-Hybrid and Qwen3-Next share; `norm_after` is that of attention and its MLPs."""
+    """Check the rules that OLMo-Hybrid and Qwen3-Next share; `norm_after` concerns attention and the MLPs after it."""
     recurrent, attention = _delta(arch)
     if not recurrent or not attention:
         return "its mixers are not gated_deltanet and attention, both of them"
@@ -190,6 +206,7 @@ def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool
 
 
 def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:
+    """Check for OLMo-Hybrid: Gated DeltaNet and attention, whose sub-layers have their norm after them."""
     if found := _delta_hybrid(arch, "all", gate=False, norm_after=True):
         return found
     recurrent, attention = _delta(arch)
@@ -210,6 +227,7 @@ def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _zamba2(arch: Architecture, norm_eps: float) -> str | None:
+    """Check for Zamba2: Mamba-2 and shared attention blocks, which alternate in a fixed order."""
     blocks = [spec for spec in arch.specs if isinstance(spec, SharedAttentionSpec)]
     mamba = [spec for spec in arch.specs if isinstance(spec, Mamba2Spec)]
     if not blocks or not mamba or len(blocks) + len(mamba) != len(arch.specs):
@@ -234,6 +252,7 @@ def _zamba2(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _falcon_h1(arch: Architecture, norm_eps: float) -> str | None:
+    """Check for Falcon-H1: triples of Mamba-2, parallel attention and a SwiGLU MLP."""
     mamba, attention, mlps = (arch.specs[first::3] for first in range(3))
     kinds = {tuple(spec.kind for spec in each) for each in zip(mamba, attention, mlps, strict=False)}
     if len(arch.specs) % 3 or kinds != {("mamba2", "attention", "swiglu")}:
@@ -275,4 +294,4 @@ NATIVE: dict[str, Misfit] = {
     "Zamba2ForCausalLM": _zamba2,
     "FalconH1ForCausalLM": _falcon_h1,
 }
-"""Why a model is not of a class that transformers has by itself; None where it is, exactly."""
+"""For each class that transformers has, a function that returns why a model does not fit; None if it fits exactly."""

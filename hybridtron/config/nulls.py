@@ -1,7 +1,8 @@
-"""Conversion of what Hydra composes to the schema, while a `null` of a recipe can still be seen.
+"""Convert Hydra's result to the schema, while a recipe's `null` can still be distinguished from a missing key.
 
-In the schema, null leaves a key of a phase as the run has it. Configurations that runs have written use it so: they
-name every key, and can be recipes. A person who writes `mixture: null` into a phase, or under `data`, wants no mixture.
+In the schema, a null in a phase means that the run's own value holds. Configurations that runs have written use null
+this way: they list every key, and can serve as recipes. A user who writes `mixture: null` into a phase or under `data`
+wants no mixture.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from hybridtron.config.schema import Config
 from hybridtron.problems import ConfigError
 
 MIXTURE = "mixture"
-# keys of a phase's data, all of which every run writes
+# keys of a phase's data; a dictionary that has all of them was written by a run, where null means no override
 WRITTEN = {"source", "path", MIXTURE, "documents", "order", "epochs"}
 
 
 @dataclass
 class ComposedConfig(Config):
-    """The schema that Hydra merges recipes into: of the sections with a mixture it takes whatever they say."""
+    """The schema into which Hydra merges recipes; sections that have a mixture accept any content."""
 
     data: Any = MISSING
     phases: Any = MISSING

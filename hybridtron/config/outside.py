@@ -1,8 +1,8 @@
-"""Configuration files of a user's own, beside those of the package.
+"""The user's own configuration files, beside those of the package.
 
-`recipe=./mine.yaml` names a file by its path. `recipe=mine` may be `configs/recipe/mine.yaml` of the folder that a
-command is called in: recipe/, cluster/, data/ ... there hold further names of these groups. A name that the package has
-with another text is refused where it would be used. Nothing here needs torch.
+`recipe=./mine.yaml` names a file by its path. `recipe=mine` can also be `configs/recipe/mine.yaml` in the current
+folder: its subfolders recipe/, cluster/, data/ ... add names to these groups. If a name exists in both places with
+different content, its use is refused. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridtron.shipped import shipped
 
 OWN = Path("configs")
 COMPLETE = "complete.txt"
-"""Marks a copy of configs/ that has the user's files too, as a job's code does: no other folder is read then."""
+"""Marks a copy of configs/ that includes the user's files, such as a job's code; no other folder is read then."""
 
 GREATEST = 2**20  # bytes
 NEAREST = 5
@@ -43,24 +43,24 @@ class OutsideFile:
 
     @property
     def name(self) -> str:
-        """The file's name in its group, which no file with another text has."""
+        """Name in the group, unique for the file's content."""
         stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(self.path).stem)
         return f"{stem}-{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
 
     @property
     def node(self) -> Any:
-        """The file's keys; the files that it builds on are not looked up yet."""
+        """The file's keys; the files that it builds on are not loaded yet."""
         return OmegaConf.load(StringIO(self.text))
 
     @property
     def package(self) -> str:
-        """The section that its keys belong to: the whole configuration for a recipe, else that of its group."""
+        """Section that the file's keys belong to: its `@package`, else everything for a recipe, else its group."""
         written = _PACKAGE.search(self.text)
         return written[1] if written else "_global_" if self.group == "recipe" else self.group
 
 
 def own_folder(configs: Path) -> Path | None:
-    """Find the user's configs/ beside the package's; None where both are the same, or `configs` is complete."""
+    """Return the user's configs/ folder; None if there is none, it is the package's, or `configs` is complete."""
     folder = OWN.absolute()
     if (
         configs != shipped("configs")
@@ -73,7 +73,7 @@ def own_folder(configs: Path) -> Path | None:
 
 
 def groups_of(configs: Path) -> list[str]:
-    """The groups of the package: recipe, cluster, data, ..."""
+    """Return the names of the package's groups: recipe, cluster, data, ..."""
     return sorted(path.name for path in configs.iterdir() if path.is_dir())
 
 
@@ -84,12 +84,12 @@ def files_of(folder: Path, group: str) -> list[str]:
 
 
 def is_path(name: str) -> bool:
-    """Check whether a choice is a file such as `./mine.yaml`, not a name."""
+    """Check if a choice is a path such as `./mine.yaml`, not a name."""
     return name.endswith((".yaml", ".yml")) or name.startswith(("./", "../", "/", "~"))
 
 
 def is_file(path: str) -> bool:
-    """Check whether a file exists; a name that no file can have is no error."""
+    """Check if a path is an existing file; False if the operating system rejects the path."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def is_file(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for a group: a name, and the file that it stands for where a path was given."""
+    """The choice for a group: a name, and the user's file if a path was given."""
 
     group: str
     name: str
@@ -106,23 +106,29 @@ class Choice:
 
 
 def chosen(group: str, value: str, names: Sequence[str]) -> Choice:
-    """Resolve `group=value`, where the group has these names. Raises ConfigError with what would work."""
+    """Resolve `group=value` to a choice; `names` are the group's known names.
+
+    Raises ConfigError with an alternative if there is no such name or file.
+    """
     if value in names:
         return Choice(group, value)
     if not is_path(value):
         raise ConfigError([unknown_name(group, value, names)])
     file = outside_file(group, value, names)
-    return Choice(group, f"path-{file.name}", file)  # a copy of configs/ may have this name without it
+    return Choice(group, f"path-{file.name}", file)  # the prefix, since a copy of configs/ may have this name already
 
 
 def quoted(text: str) -> str:
-    """A text as Hydra's grammar takes it."""
+    """Quote a text for Hydra's grammar."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
-    """The file at a path. `names` are those of the group. Raises ConfigError where it holds no configuration."""
+    """Read the file at a path. Raises ConfigError if there is none or it holds no keys.
+
+    `names` are the group's known names, for suggestions.
+    """
     try:
         text = read_regular(Path(path).expanduser(), GREATEST).decode()
         file = OutsideFile("recipe" if group == "model" else group, path, text)
@@ -139,7 +145,7 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
 
 
 def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
-    """A name that neither the package nor the user's configs/ has, with the nearest."""
+    """Return the problem for a name that neither the package nor the user's configs/ has, with the nearest names."""
     near = difflib.get_close_matches(name, names, NEAREST, cutoff=0)
     known = f"have: {', '.join(names)}" if len(names) <= NEAREST else f"nearest: {', '.join(near)}"
     path = next((path for path in (f"./{name}", f"./{name}.yaml") if is_file(path)), "./NAME.yaml")
@@ -148,9 +154,10 @@ def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
 
 
 def clashes(configs: Path, own: Path, choices: Mapping[str, str]) -> Iterator[Problem]:
-    """Files of the user's that have the name of another one of the package's, where either may be meant.
+    """Report names that the user's folder and the package define differently, if either file might be meant.
 
-    That is so where such a name was chosen, or any file of the user's, which may build on them.
+    A name is ambiguous if it was chosen. All names are ambiguous if any of the user's files was chosen, since that file
+    may build on them.
     """
     twice = {
         (group, name)
@@ -166,17 +173,18 @@ def clashes(configs: Path, own: Path, choices: Mapping[str, str]) -> Iterator[Pr
 
 
 def _is_there(folder: Path, group: str, name: str) -> bool:
+    """Check if a folder has a file for this name."""
     return (folder / group / f"{name}.yaml").is_file()
 
 
 def without_package(folders: Collection[Path]) -> list[Path]:
-    """Recipes that lack the line which makes their keys those of the whole configuration."""
+    """Return recipes without the `@package _global_` line, which places their keys at the top level."""
     recipes = (folder / "recipe" / f"{name}.yaml" for folder in folders for name in files_of(folder, "recipe"))
     return [recipe for recipe in recipes if not _PACKAGE.search(recipe.read_text(errors="replace"))]
 
 
 def copy_into(configs: Path, own: Path | None, files: Collection[OutsideFile]) -> None:
-    """Add the user's files to a copy of the package's configs/, which is complete then."""
+    """Add the user's files to a copy of the package's configs/, and mark the copy as complete."""
     places = [f"{group}/{name}.yaml" for group in groups_of(configs) if own for name in files_of(own, group)]
     for place in places:
         target = configs / place

@@ -1,6 +1,6 @@
-"""A phase of a run as types: what it trains on, for how long, and what it overrides in the rest of the configuration.
+"""Types for a phase: its data, its length, and its overrides.
 
-`resolve.py` lays the changes over it. A key that is left out stays as the run's own section says.
+`resolve.py` applies the overrides. A key that is left out keeps the value from the run's own section.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ TOKENS = readable_by(parse_tokens)
 
 @dataclass
 class IngredientConfig:
-    """One source of a mixture: its weight, and where it is, if not under its own name in `data.path`."""
+    """One source of a mixture: its weight, and its location if not under its own name in `data.path`."""
 
-    # share of the rows, relative to the other weights
+    # proportion of rows from this source, relative to the other weights
     weight: Annotated[float, above(0, "weights need not add up to anything")] = MISSING
     path: Annotated[str | None, possible_path] = None  # another prepared folder; null: data.path
     source: str | None = None  # its name there; null: the name in the mixture
@@ -41,12 +41,12 @@ class IngredientConfig:
 
 @dataclass
 class PhaseDataConfig:
-    """What a phase overrides in `data`; null: no override."""
+    """A phase's overrides of `data`; null: no override."""
 
     source: Source | None = None
     path: str | None = None
     mixture: dict[str, IngredientConfig] | None = (
-        None  # overrides `data.mixture` in this phase; a null that is written leaves none
+        None  # overrides `data.mixture` in this phase; an explicit null removes it
     )
     documents: Documents | None = None
     order: Order | None = None
@@ -55,7 +55,7 @@ class PhaseDataConfig:
 
 @dataclass
 class PhaseStatesConfig:
-    """What a phase overrides in `states`; null: no override."""
+    """A phase's overrides of `states`; null: no override."""
 
     mode: StateMode | None = None
     carry: list[StateKind] | None = None
@@ -69,7 +69,7 @@ class PhaseStatesConfig:
 
 @dataclass
 class PhaseOptimConfig:
-    """What a phase overrides in `optim`; null: no override."""
+    """A phase's overrides of `optim`; null: no override."""
 
     schedule: str | None = None
     hold: str | None = None
@@ -84,7 +84,7 @@ class PhaseOptimConfig:
 
 @dataclass
 class PhasePrecisionConfig:
-    """What a phase overrides in `precision`; null: no override."""
+    """A phase's overrides of `precision`; null: no override."""
 
     name: Precision | None = None
     emulate: bool | None = None
@@ -95,7 +95,7 @@ class PhasePrecisionConfig:
 
 @dataclass
 class RampConfig:
-    """The batch of a phase's first tokens: from `start` rows on, `step` rows larger in equal shares of `tokens`."""
+    """Growth of the batch at the start of a phase, from `start` rows in steps of `step` rows."""
 
     start: Annotated[int, at_least(1)] = MISSING  # rows of the first batches
     step: Annotated[int, at_least(1)] = MISSING  # rows by which the batch grows
@@ -114,8 +114,8 @@ class PhaseConfig:
     global_batch: Annotated[int, at_least(1)] = MISSING  # rows of an optimizer step
     micro_batch: Annotated[int, at_least(1)] = 1  # rows of one forward pass on one data-parallel rank
     ramp: RampConfig | None = None  # smaller batches at the start
-    lr: Annotated[float | None, above(0)] = None  # the peak learning rate, of lr_piece=rewarm
-    # rewarm: a schedule of its own; carry_on: the rest of the previous phase's schedule; decay: from its end to lr_to
+    lr: Annotated[float | None, above(0)] = None  # the peak learning rate, for lr_piece=rewarm
+    # rewarm: a new schedule; carry_on: the previous phase's schedule continues; decay: from its last rate to lr_to
     lr_piece: LrPiece = LrPiece.rewarm
     lr_to: Annotated[float | None, above(0)] = None  # the final learning rate of lr_piece=decay
     data: PhaseDataConfig = field(default_factory=PhaseDataConfig)
@@ -124,17 +124,17 @@ class PhaseConfig:
     precision: PhasePrecisionConfig = field(default_factory=PhasePrecisionConfig)
     # options that override model.layers in this phase; null removes an option
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # names of the weights that are trained, such as layers.*.mixer.*; null: all, or with adapters what they say
+    # patterns of the weights to train, such as layers.*.mixer.*; null: all, or with adapters those of their preset
     train: list[str] | None = None
-    # low-rank adapters beside frozen weights; null: those of model.adapters, which has none unless it is set
+    # low-rank adapters on frozen weights; null: those of model.adapters, which are none by default
     adapters: AdaptersConfig | None = None
-    init_from: str | None = None  # whose weights the phase starts from, named as for run.weights
-    moments: Moments = Moments.keep  # of the optimizer: keep those of the previous phase, or reset them
-    # write the end of the phase as a Hugging Face folder, RUN/export/NAME: with a class of transformers (native),
-    # with a class of its own (custom), or whichever fits (auto)
+    init_from: str | None = None  # checkpoint or run whose weights the phase starts from, as for run.weights
+    moments: Moments = Moments.keep  # the optimizer's moments: keep those of the previous phase, or reset them
+    # export the model at the end of the phase as a Hugging Face folder, RUN/export/NAME: with a class of transformers
+    # (native), with our own class (custom), or with the former where one fits (auto)
     export: Export | None = None
 
     @property
     def tokens_per_step(self) -> int:
-        """Of a whole batch."""
+        """Tokens in a global batch."""
         return self.seq_len * self.global_batch

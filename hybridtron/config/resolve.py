@@ -1,8 +1,8 @@
-"""What holds in each phase of a run: Config -> a tuple of `ResolvedPhase`, made once after loading.
+"""Resolve a Config to each phase's effective settings: a tuple of `ResolvedPhase`.
 
-A phase may change the model's letters, the data, the states, the optimizer's settings and the precision. Here its
-changes are applied to the run's own sections, so that the code that trains, counts or checks a phase reads one value
-and never asks which of the two places a setting came from. Only error messages ask that: `ResolvedPhase.key`.
+A phase may change the model's letters, the data, the states, the optimizer's settings and the precision. `resolve`
+applies these changes to the run's own sections, so that code that trains, counts or checks a phase reads one value and
+need not know in which of the two places it was set. Only error messages need that: `ResolvedPhase.key`.
 
 Steps count over the whole run. A phase covers the half-open range [start_step, end_step): `start_step` steps are done
 when it begins, `end_step` when it ends, so its first step is the run's step number start_step + 1.
@@ -37,16 +37,16 @@ from hybridtron.config.units import parse_tokens
 from hybridtron.problems import ConfigError
 
 NOISE = (StateMode.random, StateMode.fitted)
-_SECTIONS = ("data", "states", "optim", "precision")  # of which a phase may change keys; letters of the model besides
+_SECTIONS = ("data", "states", "optim", "precision")  # a phase may change their keys, and also the model's letters
 
 
 @dataclass(frozen=True)
 class ResolvedPhase:
-    """A phase with everything that holds while it trains.
+    """A phase with all settings that hold while it trains.
 
-    `settings` is what the recipe says of the phase itself (its name, lengths, rates). `config` is the run's
-    configuration with the phase's model, optimizer and precision, as its checkpoints store it; what the phase reads and
-    carries are `data` and `states`.
+    `settings` are the phase's own keys in the recipe (its name, lengths, rates). `config` is the run's configuration
+    with the phase's model, optimizer and precision, as its checkpoints store it. `data` and `states` have the phase's
+    overrides.
     """
 
     index: int
@@ -70,7 +70,7 @@ class ResolvedPhase:
 
     @cached_property
     def arch(self) -> Architecture | None:
-        """What the model is made of; None where something is wrong with it, which its own rules report."""
+        """The model's architecture; None if the model is invalid, which the model's own rules report."""
         try:
             return architecture(self.model)
         except ConfigError:
@@ -78,44 +78,53 @@ class ResolvedPhase:
 
     @property
     def trained(self) -> Sequence[str] | None:
-        """Names of the weights that learn, as patterns; None for all. Adapters learn, and what their preset names."""
+        """Name patterns for the trained weights; None for all.
+
+        With adapters these are the adapters, the weights that their preset trains too, and `train`.
+        """
         adapters, named = self.model.adapters, self.settings.train
         return named if adapters is None else [ADAPTERS, *LEARNING_BESIDE[adapters.preset], *(named or ())]
 
     def learns(self, name: str) -> bool:
-        """Whether a weight is among those that the phase trains."""
+        """Check if the phase trains this weight."""
         return self.trained is None or any(fnmatchcase(name, pattern) for pattern in self.trained)
 
     @property
     def keeps_adapters(self) -> bool:
-        """Whether it has the adapters of the phase before; else it starts from weights with which those are merged."""
+        """True if the phase continues the previous phase's adapters.
+
+        Otherwise it starts from weights with which those adapters have been merged.
+        """
         before = None if self.before is None else self.before.model.adapters
         return before is None if self.model.adapters is None else self.model.adapters.continues(before)
 
     @property
     def documents(self) -> Documents:
-        """As set. Else a carried or drawn state needs joined rows: it would be dropped at a row's first border."""
+        """Document isolation, as set or as the phase's states need it.
+
+        A carried or drawn state needs joined rows, since isolation would drop it at a row's first boundary.
+        """
         joined = self.states.mode in (*NOISE, StateMode.passing)
         return self.data.documents or (Documents.join if joined else Documents.isolate)
 
     @property
     def order(self) -> Order:
-        """As set, or as the phase's states need it."""
+        """The data's order, as set or as the phase's states need it."""
         return self.data.order or (Order.lanes if self.states.mode is StateMode.tbtt else Order.windows)
 
     @property
     def lanes(self) -> int:
-        """Rows that are read side by side; each reads `states.chunks` chunks of seq_len in a step."""
+        """Number of lanes, which are read in parallel; each reads `states.chunks` chunks of seq_len in a step."""
         return self.settings.global_batch // self.states.chunks
 
     @property
     def chunks_together(self) -> int:
-        """Chunks of a lane that one forward pass runs: all of a step where gradients flow through them, else 1."""
+        """Chunks of a lane in one forward pass: all chunks of a step if gradients flow through them, else 1."""
         return self.states.chunks if self.states.through_time else 1
 
     @property
     def carried_kinds(self) -> list[StateKind]:
-        """The kinds of states that are carried: as set, or what the mode is about."""
+        """Kinds of states that are carried: as set, or all for tbtt, else only recurrent states."""
         if self.states.carry is not None:
             return self.states.carry
         return list(StateKind) if self.states.mode is StateMode.tbtt else [StateKind.ssm]
@@ -126,12 +135,12 @@ class ResolvedPhase:
 
     @cached_property
     def start_step(self) -> int:
-        """Steps of the run that are done when the phase begins."""
+        """Steps that the run has done when the phase begins."""
         return 0 if self.before is None else self.before.end_step
 
     @cached_property
     def end_step(self) -> int:
-        """Steps of the run that are done when the phase ends: enough whole ones for its tokens."""
+        """Steps that the run has done when the phase ends; rounded up, so that the phase reads all its tokens."""
         rows = -(-parse_tokens(self.settings.tokens) // self.settings.seq_len)
         return self.start_step + self.growth.steps_for(rows)
 
@@ -146,28 +155,28 @@ class ResolvedPhase:
         return self.phase_tokens_at(self.end_step)
 
     def tokens_at(self, step: int) -> int:
-        """Tokens that the run has read after this step."""
+        """Return the tokens that the run has read after this step."""
         return self.tokens_before + self.phase_tokens_at(step)
 
     def phase_tokens_at(self, step: int) -> int:
-        """Tokens that the phase has read after this step of the run."""
+        """Return the tokens that the phase has read after this step of the run."""
         return self.growth.rows_before(step - self.start_step) * self.settings.seq_len
 
     def tokens_of(self, step: int) -> int:
-        """Tokens that this step of the run reads."""
+        """Return the tokens that this step of the run reads."""
         return self.growth.rows(step - self.start_step - 1) * self.settings.seq_len
 
     @property
     def tokens_of_rank(self) -> int:
-        """Of a micro-batch's rows, where several ranks may share the tokens of a row."""
+        """Tokens of a micro-batch on one rank; with context parallelism, those in its sequence shards."""
         return self.settings.seq_len * self.settings.micro_batch // self.config.parallel.context
 
     def own_key(self, name: str) -> str:
-        """The key of one of the phase's own settings: `phases.1.seq_len`."""
+        """Return the key for one of the phase's own settings: `phases.1.seq_len`."""
         return f"phases.{self.index}.{name}"
 
     def key(self, key: str) -> str:
-        """The key under which a person has set what holds in this phase: the phase's own where it changes it.
+        """Return the key under which the user has set this phase's value: the phase's own where it changes the value.
 
         `optim.clip` is `phases.1.optim.clip` in a phase that sets it; `model.layers.W` is `phases.1.layers.W` in one
         that changes any option of W, and `model.layers.W.window` in one that changes that option.
@@ -186,7 +195,7 @@ class ResolvedPhase:
 
 
 def resolve(config: Config) -> tuple[ResolvedPhase, ...]:
-    """The phases of a run in order; also those of a configuration that is yet to be checked."""
+    """Return a run's phases in order, also for a configuration that has not been checked yet."""
     phases: list[ResolvedPhase] = []
     for index, settings in enumerate(config.phases):
         letters = config.model.layers | {
@@ -206,21 +215,22 @@ def resolve(config: Config) -> tuple[ResolvedPhase, ...]:
 
 
 def last_step(config: Config) -> int:
-    """The step at which the run ends: after its phases, or at run.max_steps."""
+    """Return the step at which the run ends: after its phases, or at run.max_steps."""
     end = resolve(config)[-1].end_step
     return end if config.run.max_steps is None else min(end, config.run.max_steps)
 
 
 def phase_ending_at(phases: Sequence[ResolvedPhase], step: int) -> ResolvedPhase:
-    """The phase that a step of the run belongs to; step 0, at which nothing is trained, belongs to the first.
+    """Return the phase that a step of the run belongs to.
 
-    One beyond the end, of a run that was longer, belongs to the last.
+    Step 0, before any training, belongs to the first phase. Steps beyond the end, from a run that was longer, belong to
+    the last.
     """
     return next((phase for phase in phases if step <= phase.end_step), phases[-1])
 
 
 def phase_continuing_at(phases: Sequence[ResolvedPhase], step: int) -> ResolvedPhase:
-    """The phase that the next step belongs to, before the end of the run."""
+    """Return the phase that the next step belongs to. The run must not have ended."""
     return next(phase for phase in phases if step < phase.end_step)
 
 
@@ -229,9 +239,9 @@ Changes = PhaseDataConfig | PhaseStatesConfig | PhaseOptimConfig | PhasePrecisio
 
 
 def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A letter's options with the changed ones; null takes one out, as another kind of layer may not know it.
+    """Return a letter's options with a phase's changes. Options that hold options are merged recursively.
 
-    Of an option that holds options, those are changed that the phase names.
+    A null removes an option, since another kind of layer may not have it.
     """
     gone = {name for name, value in changes.items() if value is None}
     gone |= {"rope"} if FORMER in gone else set()
@@ -246,7 +256,10 @@ def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_named_now(options: dict[str, Any], kind: object) -> dict[str, Any]:
-    """Options without former names, as far as that can be said; what can't be, the rules of the model report."""
+    """Return options with former names replaced.
+
+    Options that cannot be renamed stay, and the model's rules report them.
+    """
     spec = SPECS.get(str(options.get("kind", kind)))
     with suppress(ValueError):
         return options if spec is None else spec.renamed(options)
@@ -254,6 +267,6 @@ def _as_named_now(options: dict[str, Any], kind: object) -> dict[str, Any]:
 
 
 def _overlaid(base: Base, changes: Changes) -> Base:
-    """`base` with the fields that `changes` sets."""
+    """Return `base` with the fields that `changes` sets."""
     chosen = {f.name: value for f in dataclasses.fields(changes) if (value := getattr(changes, f.name)) is not None}
     return dataclasses.replace(base, **chosen)

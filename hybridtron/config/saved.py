@@ -1,7 +1,7 @@
-"""A configuration that a run wrote beside its checkpoints, and what must not be written there.
+"""Read the configuration that a run wrote beside its checkpoints, and find secrets before they are written there.
 
-Such a file is complete: nothing in it is left to look up. One that holds a `${...}` was not written by a run, and to
-resolve it could read the environment of the user who opens a downloaded checkpoint.
+Such a file is complete, with no interpolation left to resolve. A file with a `${...}` was not written by a run, and
+resolving it could read environment variables when a user opens a downloaded checkpoint; so it is refused.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from hybridtron.regular_files import read_regular
 GREATEST = 2**24  # bytes
 SECRET = re.compile(
     r"secret|passw|passphrase|token(?!iz)|cred(s|ential)|(api|access|private)key"
-    r"|(^|_)(key|keys|pat|auth|sas)(_|$)|_pwd(_|$)",  # PWD alone is a folder
+    r"|(^|_)(key|keys|pat|auth|sas)(_|$)|_pwd(_|$)",  # PWD alone is the working folder
     re.IGNORECASE,
 )
-WITH_PASSWORD = re.compile(r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)")  # also of a secret that has a slash
+WITH_PASSWORD = re.compile(r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)")  # a password may have a slash
 LEAVE_IT = "which would be written to config.yaml in clear: leave it in the environment, where its library reads it"
-DROPPED = {"parallel": ("expert",)}  # sizes that had to be 1
+DROPPED = {"parallel": ("expert",)}  # former keys, whose value had to be 1
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 
 
 def read_saved(path: Path) -> DictConfig:
-    """The file's values over the defaults of the schema. ConfigError names the file and what is wrong with it."""
+    """Read a saved configuration over the schema's defaults. Raises ConfigError with the file and the fault."""
     try:
         values = _without_dropped(OmegaConf.load(StringIO(read_regular(path, GREATEST).decode())))
         found = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in references(values)]
-        merged = OmegaConf.unsafe_merge(pickle.loads(_defaults()), values)  # of two that nobody else has
+        merged = OmegaConf.unsafe_merge(pickle.loads(_defaults()), values)  # may reuse nodes: no one else holds these
     except OmegaConfBaseException as error:
         where = f"{path}: {error.full_key}" if error.full_key else str(path)
         raise ConfigError([Problem(where, str(error).splitlines()[0])]) from error
@@ -53,12 +53,12 @@ def read_saved(path: Path) -> DictConfig:
 
 @cache
 def _defaults() -> bytes:
-    """Those of the schema, which take a while to make and are quick to copy so."""
+    """Return the schema's defaults, pickled: they are slow to make, and quick to copy this way."""
     return pickle.dumps(OmegaConf.structured(Config))
 
 
 def secrets_from_environment(config: DictConfig) -> list[Problem]:
-    """Values that name a secret as `${oc.env:NAME}`: resolved, they would stand in config.yaml and in checkpoints."""
+    """Report values that read a secret by `${oc.env:NAME}`: config.yaml and checkpoints would hold it resolved."""
     return [
         Problem(key, f"takes {name} from the environment, {LEAVE_IT}")
         for key, text in references(config)
@@ -68,7 +68,7 @@ def secrets_from_environment(config: DictConfig) -> list[Problem]:
 
 
 def spelled_secrets(values: Any, key: str = "") -> Iterator[Problem]:
-    """Find URLs with a user's name or password, and variables that are called as secrets are, in plain values."""
+    """Report URLs with a user name or password, and environment variables whose names suggest secrets."""
     if isinstance(values, dict | list):
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from spelled_secrets(value, f"{key}.{name}" if key else str(name))
@@ -80,7 +80,7 @@ def spelled_secrets(values: Any, key: str = "") -> Iterator[Problem]:
 
 
 def _without_dropped(values: Any) -> Any:
-    """What an older version wrote, without the keys that could only ever have one value and are gone."""
+    """Remove keys from older versions that could have only one value and no longer exist."""
     for section, names in DROPPED.items():
         node = values.get(section) if isinstance(values, DictConfig) else None
         for name in names:
@@ -90,14 +90,14 @@ def _without_dropped(values: Any) -> Any:
 
 
 def references(config: Any) -> Iterator[tuple[str, str]]:
-    """Every key that holds a `${...}`, with its text."""
+    """Yield every key that holds a `${...}`, with its text."""
     for key, parent, name in leaves(config):
         if OmegaConf.is_interpolation(parent, name):
             yield key, str(parent._get_node(name)._value())
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every key that holds no further keys, with the section that it stands in and its name there."""
+    """Yield every key that holds no further keys, with its section and its name there."""
     if node._is_none() or node._is_missing():
         return
     for name in range(len(node)) if isinstance(node, ListConfig) else node.keys():

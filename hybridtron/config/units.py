@@ -1,4 +1,4 @@
-"""Readable amounts: `20B` tokens, `4M`, `1%` of a phase, and plain numbers."""
+"""Parse and print readable amounts: `20B` tokens, `4M`, `1%` of a phase, and plain numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMS = "a number of tokens such as 4M, 20B or 3.2T"
 
 
 def parse_tokens(text: str) -> int:
-    """`20B` -> 20000000000."""
+    """Parse tokens: `20B` -> 20000000000. Raises ValueError for any other form."""
     match = _AMOUNT.fullmatch(text)
     amount = float(match[1].replace("_", "")) * _UNITS[match[2].upper()] if match else math.inf
     if math.isinf(amount):
@@ -21,7 +21,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """`500GB` -> 500000000000; decimal units, as disks are sold."""
+    """Parse bytes with decimal units: `500GB` -> 500000000000. Raises ValueError for any other form."""
     amount, unit = text.strip().upper().removesuffix("B"), {"G": "B", "M": "M", "K": "K", "T": "T"}
     try:
         return parse_tokens(amount[:-1] + unit[amount[-1]] if amount[-1:] in unit else amount)
@@ -30,7 +30,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_share(text: str, whole: int) -> int:
-    """Tokens, or a share of a whole: `1%` of 20B -> 200000000."""
+    """Parse tokens, or a share of `whole`: `1%` of 20B -> 200000000. Raises ValueError for any other form."""
     if match := _SHARE.fullmatch(text):
         return round(min(float(match[1]) / 100, 1e6) * whole)
     try:
@@ -40,7 +40,10 @@ def parse_share(text: str, whole: int) -> int:
 
 
 def parse_steps(text: str, tokens_per_step: int) -> int:
-    """Steps from a plain number, or from tokens where a unit is given (rounded up, at least 1)."""
+    """Parse steps from a plain number, or from tokens with a unit (rounded up, at least 1).
+
+    Raises ValueError for any other form.
+    """
     try:
         amount = parse_tokens(text)
     except ValueError:
@@ -51,7 +54,7 @@ def parse_steps(text: str, tokens_per_step: int) -> int:
 
 
 def readable(amount: float) -> str:
-    """421793280 -> `421.8M`."""
+    """Format an amount with a unit: 421793280 -> `421.8M`."""
     for unit in ("T", "B", "M", "K"):
         if abs(amount) >= _UNITS[unit]:
             return f"{amount / _UNITS[unit]:.4g}{unit}"

@@ -1,13 +1,13 @@
-"""What a recipe takes from the checkpoint that `run.weights` names, as interpolations in its YAML.
+"""Resolve the values that a recipe takes from the checkpoint in `run.weights`, as interpolations in its YAML.
 
     ${weights:KEY}   model.*, precision.* and run.name of that checkpoint; phase.* and data.*: its last phase's
     ${steps:100}     the tokens of that number of steps of the phase that contains it
     ${times:A,B}     their product
     ${ratio:A,B}     A / B
 
-So a recipe that starts from any checkpoint lists only what it changes. What an imported checkpoint was trained
-on, and how, is not known: its configuration has no phases, and keys that would come from there must be set. Nothing
-here opens the weights. RUN@best names the checkpoint of a run that has the lowest held-out loss.
+So a recipe that starts from any checkpoint lists only its changes. An imported checkpoint does not know how it was
+trained: its configuration has no phases, and keys that would come from there must be set. Nothing here opens the
+weights. RUN@best names the checkpoint of a run that has the lowest held-out loss.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ KEY = "run.weights"
 BEST = "@best"
 WHAT = "a run's folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
 _WEIGHTS = re.compile(r"\$\{weights:([\w.]+)\}")
-FREE_FORM = (("model", "layers"), ("data", "mixture"))  # whose entries a command line may change one by one
+FREE_FORM = (("model", "layers"), ("data", "mixture"))  # dictionaries whose entries a command line may change
 
 
 def register() -> None:
-    """Make the interpolations known to OmegaConf."""
+    """Register the interpolations with OmegaConf."""
     for name, resolver in (("weights", _weights), ("steps", _steps), ("times", _times), ("ratio", _ratio)):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def settle(config: DictConfig) -> None:
-    """Compare `run.weights` with what is on disk, and put dictionaries that come from there in their places.
+    """Check `run.weights`, and replace interpolated dictionaries by the checkpoint's, so that entries can be set.
 
-    ConfigError where there is nothing to take values from.
+    Raises ConfigError if the recipe needs a checkpoint and there is none.
     """
     if config.run.weights is None:
         if any("${weights:" in text for _, text in references(config)):
@@ -56,7 +56,7 @@ def settle(config: DictConfig) -> None:
 
 
 def lacking_weights(config: Config) -> list[Problem]:
-    """A recipe that continues what is trained does not start from random weights without a word."""
+    """Report a recipe that continues from trained weights but has none; it would train random ones silently."""
     run = config.run
     if run.tunes is None or run.weights is not None:
         return []
@@ -65,25 +65,26 @@ def lacking_weights(config: Config) -> list[Problem]:
 
 
 def _needed(tunes: str | None) -> Problem:
+    """Return the problem for a recipe that needs `run.weights`."""
     whose = "a checkpoint" if tunes is None else tunes
     cure = f"to {WHAT}; hybridtron import makes a checkpoint of a Hugging Face folder"
     return Problem(KEY, f"must be set, as the recipe starts from {whose}: {cure}")
 
 
 def folder_of(named: str) -> str:
-    """The folder that a key names, of a run or of a checkpoint: RUN of RUN@best."""
+    """Return the folder that a key names, without @best: RUN for RUN@best."""
     return named.removesuffix(BEST)
 
 
 def tokenizer_of(folder: str) -> Path | None:
-    """The tokenizer.json of a checkpoint, or of the newest one of a run."""
+    """Return a checkpoint's tokenizer.json, or that of a run's newest checkpoint; None if there is none."""
     path = Path(folder_of(folder))
     held = sorted(path.glob("checkpoints/step-*/tokenizer.json"), reverse=True) or [path / "tokenizer.json"]
     return held[0] if held[0].is_file() else None
 
 
 def unknown(config: DictConfig) -> list[Problem]:
-    """Keys that would be taken from what the checkpoint does not say."""
+    """Report keys whose values the checkpoint would have to provide but does not know."""
     folder = config.run.weights
     if folder is None or (saved := _saved(folder)).keys() >= {"phase"}:
         return []
@@ -96,7 +97,10 @@ def unknown(config: DictConfig) -> list[Problem]:
 
 
 def _saved(folder: str) -> dict[str, Any]:
-    """What `${weights:KEY}` can name, from the config.yaml that runs and checkpoints hold."""
+    """Return the sections that `${weights:KEY}` can name, from a run's or checkpoint's config.yaml.
+
+    Raises ConfigError if there is no such file or it cannot be read.
+    """
     path = Path(folder_of(folder)) / "config.yaml"
     if not (there := is_folder(folder_of(folder))) or not path.is_file():
         why = f"has no config.yaml: name {WHAT}" if there else f"is not there: name {WHAT}"
@@ -109,15 +113,16 @@ def _saved(folder: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _parsed(path: Path, _modified: int) -> dict[str, Any]:
+    """Parse a config.yaml to sections with plain values; cached until the file's modification time changes."""
     config = OmegaConf.to_object(read_saved(path))
     assert isinstance(config, Config)
-    if not config.phases:  # imported
+    if not config.phases:  # an imported checkpoint: how it was trained is unknown
         known = {"model": config.model, "precision": config.precision, "run": config.run, "data": config.data}
         sections = {name: dataclasses.asdict(section) for name, section in known.items()}
         del sections["data"]["path"]
         return sections
     last = resolve(config)[-1]
-    peak = next(phase.lr for phase in reversed(config.phases) if phase.lr is not None)  # of the course that it ends
+    peak = next(phase.lr for phase in reversed(config.phases) if phase.lr is not None)  # of the schedule that it ends
     sections = {"model": last.model, "precision": last.precision, "run": config.run}
     sections |= {"phase": dataclasses.replace(last.settings, lr=peak), "data": last.data}
     return {name: dataclasses.asdict(section) for name, section in sections.items()}

@@ -1,4 +1,4 @@
-"""The rules of `phases.N.export`: that the end of a phase can be exported is known before its beginning."""
+"""Rules of `phases.N.export`, checked before training so that its export cannot fail for a known reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 
 def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """A class for the model as it is in each phase, transformers to prove it with, and a name for its folder."""
+    """Check that each exported phase has a class for its model and a valid folder name.
+
+    Also check that transformers is installed, which proves the export.
+    """
     fault = transformers_fault() if any(phase.settings.export is not None for phase in phases) else None
     for phase in phases:
         name, wanted = phase.settings.name, phase.settings.export
@@ -37,9 +40,9 @@ def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 
 
 def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """What is in an export's place already must be the export of that step, by this run.
+    """Check that an existing export folder is this run's export at the phase's last step.
 
-    For phases that nothing else is wrong with, since it must be known where they end.
+    Call it only if the phases have no other problem, since it needs the step at which each phase ends.
     """
     run_dir = Path(config.run.dir)
     reached = -1 if config.run.resume == "never" else newest_step(run_dir)
@@ -55,18 +58,18 @@ def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> I
 
 
 def exported_step(folder: Path) -> int | None:
-    """The step of the checkpoint that a folder was exported from; None where it does not say."""
+    """Return the checkpoint step that a folder was exported from; None if the folder does not say."""
     with suppress(OSError, ValueError, AttributeError):
         return json.loads((folder / RECORD).read_text(encoding="utf-8")).get("step")
     return None
 
 
 def newest_step(run_dir: Path) -> int:
-    """The step of the newest checkpoint that was sealed; 0 without one."""
+    """Return the newest sealed checkpoint's step; 0 without one."""
     return max(sealed_checkpoints(run_dir), default=0)
 
 
 def sealed_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """By their steps. Whether they are sound, the run finds out."""
+    """Return the run's sealed checkpoint folders by step. Their content is not verified here."""
     folders = [path.parent for path in run_dir.glob("checkpoints/step-*/manifest.json")]
     return {int(path.name[5:]): path for path in folders if path.name[5:].isdigit()}

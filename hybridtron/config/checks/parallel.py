@@ -1,7 +1,7 @@
-"""The rules of a layout: whether the model, the batch and the processes can be shared out as `parallel` says.
+"""Rules of a layout: the model, the batch and the processes must divide evenly as `parallel` says.
 
-A layer must be cut evenly over the tensor-parallel ranks, every pipeline chunk must get a sub-layer, and every
-data-parallel rank must get as many micro batches as the others, and as many as the pipeline's schedule can run.
+Tensor-parallel ranks must get equal shares of every layer. Every pipeline stage must get a sub-layer. Every
+data-parallel rank must get the same number of micro-batches, and a number that the pipeline's schedule can run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.problems import Problem, choice
 
-MAX_TENSOR = 64  # the largest size that a message may propose
+MAX_TENSOR = 64  # the largest size that a message proposes
 
 
 def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
-    """All that keeps a phase and its model from being laid out over N processes (None: the fewest)."""
+    """List everything that prevents a phase from running in its layout on N processes (None: the fewest)."""
     parallel = phase.config.parallel
     if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context) < 1:
         return  # reported by their limits
@@ -45,7 +45,10 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
 
 
 def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Parameters can be gathered during the forward pass only where they are sharded, and gradients are in time."""
+    """Check the settings that gathering weights during the forward pass needs.
+
+    Weights are gathered only where the distributed optimizer shards them, and the gradients must be reduced in time.
+    """
     possible = parallel.distributed_optimizer and parallel.overlap_grad_reduce is not False
     if parallel.overlap_param_gather and not possible:
         needed = "parallel.distributed_optimizer=true and parallel.overlap_grad_reduce=true"
@@ -53,7 +56,10 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _offload(phase: ResolvedPhase) -> Iterator[Problem]:
-    """What goes to the host is kept by autograd, in tensors, by code that is not traced."""
+    """Check the settings that offloading needs.
+
+    Offloading moves tensors that autograd saves, by hooks that torch.compile cannot trace. Recomputation saves none.
+    """
     parallel = phase.config.parallel
     others = {
         "parallel.recompute=none": parallel.recompute is not Recompute.none,
@@ -66,14 +72,17 @@ def _offload(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _transformer_engine(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Its layers can be asked for where the package can be found."""
+    """Check that Transformer Engine is installed if its layers are requested."""
     if parallel.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         cure = "pip install transformer-engine[pytorch], or use false for megatron-core's layers"
         yield Problem("parallel.transformer_engine", f"is true, but transformer_engine is not installed: {cure}")
 
 
 def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Every layer, the vocabulary and, with sequence parallelism, the tokens can be shared out evenly."""
+    """Check that tensor-parallel ranks can divide every layer and the vocabulary evenly.
+
+    With sequence parallelism they must also divide the tokens of a row evenly.
+    """
     model, parallel, seq_len = phase.model, phase.config.parallel, phase.settings.seq_len
     tensor = parallel.tensor
     if tensor == 1 or phase.arch is None:
@@ -90,7 +99,7 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _context(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Every layer hands over what comes before a share of a row, and the tokens can be shared out evenly."""
+    """Check that every layer supports context parallelism, and that the ranks divide each row evenly."""
     context, length = phase.config.parallel.context, phase.settings.seq_len
     if context == 1 or phase.arch is None:
         return
@@ -119,14 +128,17 @@ def _context(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def unshareable(arch: Architecture, context: int) -> Iterator[Problem]:
-    """What of the model can't share a row's tokens out over ranks; unused letters don't matter."""
+    """Report layers of the pattern that do not support context parallelism."""
     if context > 1 and (whole := [letter for letter, spec in arch.by_letter.items() if not spec.shares_rows]):
         letters = ", ".join(f"model.layers.{letter}" for letter in whole)
         yield Problem("parallel.context", f"is {context}, but {letters} can't share a row out over ranks: use 1")
 
 
 def uncuttable(model: ModelConfig, tensor: int) -> list[str]:
-    """What of the model can't be cut over N ranks, one clause each; unused letters don't matter."""
+    """List the reasons why the model cannot be sharded over N tensor-parallel ranks, one clause each.
+
+    Letters that the pattern does not use don't count.
+    """
     arch = architecture(model)
     found = [
         f"model.layers.{letter}.{problem.key} {problem.message}"
@@ -154,7 +166,7 @@ def _pipeline(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _batches(phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
-    """Every step's rows can be shared out, also while a batch grows."""
+    """Check that every step's rows divide evenly, also while the batch grows."""
     sizes = {"global_batch": phase.settings.global_batch}
     if (ramp := phase.settings.ramp) is not None:
         sizes |= {"ramp.start": ramp.start, "ramp.step": ramp.step}
@@ -163,9 +175,12 @@ def _batches(phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
 
 
 def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
-    """Every data-parallel rank gets as many micro batches, and the interleaved schedule as many as it can run."""
+    """Check that every data-parallel rank gets the same number of micro-batches.
+
+    With virtual stages, that number must be a multiple of the pipeline's size.
+    """
     parallel, micro = phase.config.parallel, phase.settings.micro_batch
-    chunks = phase.states.chunks  # of a lane, in the place of more lanes
+    chunks = phase.states.chunks  # consecutive chunks of a lane count as rows of the batch
     if min(rows, micro, chunks) < 1 or rows % (micro * chunks):
         return  # reported by the phase's own rules
     shared = micro * data_ranks * chunks
@@ -177,7 +192,7 @@ def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> I
             f"{micro}: use {fitting}, or another micro_batch",
         )
         return
-    together = micro * data_ranks * phase.chunks_together  # rows that make one micro batch of every rank
+    together = micro * data_ranks * phase.chunks_together  # rows of one micro-batch on all data-parallel ranks
     if parallel.virtual_pipeline > 1 and (count := rows // together) % parallel.pipeline:
         fitting = choice(multiples_near(math.lcm(shared, together * parallel.pipeline), rows))
         yield Problem(

@@ -1,4 +1,4 @@
-"""The rules of `phases`: what each trains on, at which rate, and what may change from one to the next."""
+"""Rules of `phases`: the data and learning rate of each, and the changes allowed from one to the next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybridtron.problems import Problem, choice, did_you_mean
 
 
 def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """All that is wrong with the phases and their order."""
+    """List all problems of the phases and their order."""
     if not phases:
         yield Problem("phases", "is empty: a run needs at least one phase with tokens, seq_len, global_batch and lr")
     first_named: dict[str, int] = {}
@@ -55,7 +55,7 @@ def _sizes(where: str, phase: PhaseConfig) -> Iterator[Problem]:
 
 
 def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
-    """Each piece of the learning rate's course has the numbers that it needs, and no others."""
+    """Check that each part of the learning-rate schedule has the numbers it needs and no others."""
     piece, before = phase.lr_piece, f"phases.{index - 1}"
     if piece is not LrPiece.rewarm and index == 0:
         yield Problem(f"{where}.lr_piece", f"is {piece}, but there is no phase before: use rewarm")
@@ -78,7 +78,10 @@ def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
 
 
 def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
-    """The batch grows in equal steps to the whole one, and no lane is there later that was not before."""
+    """Check that the batch grows in equal steps to its full size, and only while no lanes are carried.
+
+    A lane that joined later would have no state to continue from.
+    """
     phase, ramp = resolved.settings, resolved.settings.ramp
     if ramp is None or min(ramp.start, ramp.step) < 1:
         return
@@ -99,7 +102,7 @@ def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
-    """What a phase starts from is there."""
+    """Check that the phase's initial weights exist."""
     if index == 0 and phase.init_from is not None:
         yield Problem(f"{where}.init_from", "is the first phase's: name those weights as run.weights")
     elif phase.init_from is not None and not is_folder(folder_of(phase.init_from)):
@@ -110,7 +113,10 @@ def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
 
 
 def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Problem]:
-    """A phase uses the weights of the phase before in another way; it does not ask for others."""
+    """Check that a phase keeps the names and shapes of all weights.
+
+    A phase may use the previous phase's weights in another way, but it cannot add, remove or reshape any.
+    """
     unknown = [letter for letter in phase.settings.layers if letter not in config.model.layers]
     for letter in unknown:
         known = list(config.model.layers)
@@ -138,12 +144,13 @@ def _path(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _weights(model: ModelConfig) -> dict[str, tuple[object, object]]:
-    table = parameter_table(replace(model, adapters=None))  # adapters may come and go
+    """Return shape and parts of every weight by name, without adapters, which may come and go."""
+    table = parameter_table(replace(model, adapters=None))
     return {name: (weight.shape, weight.parts) for name, weight in table.items()}
 
 
 def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
-    """Every pattern of weights that learn names some."""
+    """Check that every pattern in `train` matches at least one weight."""
     if (patterns := phase.settings.train) is None:
         return
     if not patterns:
@@ -158,7 +165,7 @@ def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """There is room for warm-up and decay in every course of the learning rate."""
+    """Check that hold, warm-up and decay fit into each learning-rate schedule."""
     for phase in phases:
         optim, shape = phase.optim, SHAPES.get(phase.optim.schedule)
         if shape is None:
@@ -186,7 +193,10 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 
 
 def _tokens_of_course(phases: Sequence[ResolvedPhase]) -> int:
-    """Of the first of these phases and those that carry on its learning rate. ValueError where that can't be read."""
+    """Return the length in tokens for the learning-rate schedule that starts with the first of these phases.
+
+    The phases after it count while they have lr_piece=carry_on. Raises ValueError if a length cannot be parsed.
+    """
     leader, *others = (phase.settings for phase in phases)
     followers = itertools.takewhile(lambda one: one.lr_piece is LrPiece.carry_on, others)
     return sum(parse_tokens(phase.tokens) for phase in (leader, *followers))

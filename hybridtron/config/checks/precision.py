@@ -1,9 +1,8 @@
-"""The rules of `precision`: whether FP8 can run here, and whether every product of it has the sides that it needs.
+"""Rules of `precision`: FP8 must be available, and every FP8 product needs sides of the right multiples.
 
-A product in FP8 is made of tiles: the rows and columns of each weight that takes part, as one rank holds it, must be
-multiples of `FP8_MULTIPLES`, and so must the tokens of one forward pass. A fused projection is one matrix. Whether the
-device can multiply in FP8 is known with torch only: a run asks `parallel/transformer_engine.py` before
-processes connect.
+An FP8 product is computed in tiles. The rows and columns of each weight, as one rank holds it, must be multiples of
+`FP8_MULTIPLES`, and so must the tokens of one forward pass. A fused projection counts as one matrix. Only torch knows
+if the device can multiply in FP8: a run asks `parallel/transformer_engine.py` before processes connect.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from hybridtron.problems import Problem, choice
 
 EMULATION = "set precision.emulate=true to try its numerics here"
 BF16_DECAY = 0.98  # the largest decay rate of moments in bf16, see engine/update_rules.py
-_REACH = 1024  # how far from an option's value another one is looked for
+_REACH = 1024  # how far from an option's value a fitting one is searched
 
 
 def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
-    """What keeps a phase from running in its precision."""
+    """List everything that prevents a phase from running in its precision."""
     config, precision = phase.config, phase.precision
     yield from _moments(config)
     if precision.name not in FP8_MULTIPLES or min(precision.bf16_first, precision.bf16_last) < 0:
@@ -45,7 +44,7 @@ def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
-    """What is set and has no effect."""
+    """List precision settings that have no effect, a sentence each."""
     defaults = PrecisionConfig()
     for name in ("cache_weights", "emulate", "bf16_first", "bf16_last"):
         if precision.name not in FP8_MULTIPLES and (value := getattr(precision, name)) != getattr(defaults, name):
@@ -57,12 +56,15 @@ def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
 
 
 def needs(precision: PrecisionConfig, what: str) -> Problem:
-    """That FP8 can't run here."""
+    """Return the problem to report when FP8 lacks something, such as a package or a GPU."""
     return Problem("precision.name", f"is {precision.name}, which needs {what}; {EMULATION}, or use bf16")
 
 
 def _moments(config: Config) -> Iterator[Problem]:
-    """A step must change moments by more than bf16 rounds them."""
+    """Check that bf16 moments have a decay rate small enough for bf16's rounding.
+
+    With a larger rate, a step's change would be rounded away.
+    """
     largest = max(config.optim.betas, default=0.0)
     if config.precision.moments == KeptFormat.bf16 and largest > BF16_DECAY:
         cure = f"use optim.betas of at most {BF16_DECAY}, or fp32"
@@ -70,7 +72,7 @@ def _moments(config: Config) -> Iterator[Problem]:
 
 
 def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
-    """At least one sub-layer is left to FP8."""
+    """Check that at least one sub-layer multiplies in FP8."""
     precision, count = config.precision, len(arch.specs)
     if not fp8_layers(config):
         kept = f"precision.bf16_first={precision.bf16_first} and bf16_last={precision.bf16_last}"
@@ -79,7 +81,7 @@ def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
 
 
 def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Each forward pass, also of an evaluation at another length, has tokens that fit."""
+    """Check that FP8 can use each forward pass's number of tokens, also at other evaluation lengths."""
     name, multiple, settings = phase.precision.name, FP8_MULTIPLES[phase.precision.name], phase.settings
     if min(settings.seq_len, settings.micro_batch) < 1:
         return  # reported by the phase's own rules
@@ -97,7 +99,7 @@ def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
-    """Every weight of a product in FP8 has sides that fit, on each rank."""
+    """Check that FP8 can use the sides of each rank's shard of every FP8 weight."""
     name, multiple = config.precision.name, FP8_MULTIPLES[config.precision.name]
     width, tensor = config.model.width, config.parallel.tensor
     if width % multiple:
@@ -113,7 +115,10 @@ def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
 
 
 def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weight: str) -> Problem:
-    """That this weight has a side that does not fit, and the values of the option behind it that would."""
+    """Report a weight with a side that FP8 cannot use.
+
+    The message offers values for the option that sets this side, if there is one.
+    """
     name, multiple, tensor = config.precision.name, FP8_MULTIPLES[config.precision.name], config.parallel.tensor
     needed = f"{name} needs multiples of {multiple} on each rank"
     ranks = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
@@ -126,7 +131,7 @@ def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weigh
 
 
 def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> str | None:
-    """The first weight of this mixer that FP8 can't multiply by on `tensor` ranks, with its sides there."""
+    """Return the first weight of a mixer that FP8 cannot use on `tensor` ranks, as `name rows x columns`; else None."""
     for name, parameter in spec.parameters(sizes).items():
         shape = parameter.share_shape({"tensor": tensor}) if parameter.fp8 else ()
         if any(side % multiple for side in shape):
@@ -135,7 +140,7 @@ def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> st
 
 
 def _fitting(spec: MixerSpec, option: str, sizes: ModelSizes, tensor: int, multiple: int) -> list[int]:
-    """The values of the option next to its own that would fit."""
+    """Return the nearest values below and above an option's own that FP8 can use, if any."""
 
     def fits(value: int) -> bool:
         options: dict[str, Any] = {option: value}

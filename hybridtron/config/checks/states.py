@@ -1,4 +1,4 @@
-"""The rules of `states`: what can be carried from row to row, and what the data must be for it."""
+"""Rules of `states`: which states can be carried from row to row, and the order of data that this needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridtron.problems import Problem
 
 
 def states_problems(phase: ResolvedPhase) -> Iterator[Problem]:
-    """What is wrong with the states of a phase."""
+    """List the problems of a phase's states."""
     states = phase.states
     if states.through_time and (states.mode is not StateMode.tbtt or states.chunks < 2):
         found = f"is true with mode={states.mode} and chunks={states.chunks}"
@@ -24,7 +24,7 @@ def states_problems(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def states_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
-    """What options of mixers do otherwise than it looks, with the states that are carried."""
+    """List mixer options with a surprising effect under the states that are carried, a sentence each."""
     carried = {letter for phase in phases for letter in _letters_of_keys(phase)}
     specs = [pair for phase in phases for pair in architecture(phase.model).by_letter.items()]
     found = [(letter, problem) for letter, spec in specs for problem in spec.surprises(letter in carried)]
@@ -32,7 +32,7 @@ def states_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
 
 
 def _letters_of_keys(phase: ResolvedPhase) -> set[str]:
-    """Those of the sub-layers whose keys and values the phase carries, if they have any."""
+    """Return the letters of the sub-layers whose attention keys and values the phase carries, if they have any."""
     states = phase.states
     if states.mode is StateMode.zero or StateKind.kv not in phase.carried_kinds:
         return set()
@@ -41,6 +41,7 @@ def _letters_of_keys(phase: ResolvedPhase) -> set[str]:
 
 
 def _order(phase: ResolvedPhase) -> Iterator[Problem]:
+    """Check that the data's order and the number of chunks suit the mode."""
     states, settings, mode_key = phase.states, phase.settings, phase.key("states.mode")
     order, walking = phase.order, states.mode is StateMode.tbtt
     if walking and order is not Order.lanes:
@@ -57,6 +58,7 @@ def _order(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _carried(phase: ResolvedPhase) -> Iterator[Problem]:
+    """Check that the mode can carry these kinds of states and the chosen sub-layers have them."""
     states, kinds = phase.states, phase.carried_kinds
     if states.mode in NOISE and kinds != [StateKind.ssm]:
         yield Problem("states.carry", f"is {kinds}, but mode={states.mode} draws recurrent states: use [ssm]")

@@ -1,29 +1,29 @@
-"""Does a parallel layout compute what one process computes? Every gradient is compared, and a whole optimizer step.
+"""Audit of a parallel layout: every gradient, and a full optimizer step, is compared with a single process.
 
     hybridtron audit parallel.tensor=2 parallel.pipeline=2
     hybridtron audit recipe=samba_1.7b --layouts all
-    hybridtron audit --cases all                             what `make audit` runs
+    hybridtron audit --cases all                             the same as `make audit`
     hybridtron audit --fake-bug tied_gradient                must fail
     hybridtron audit --cases all --gpus                      over NCCL
 
-It takes the arguments of `hybridtron train`, makes the recipe small (its pattern, heads, options, tying and layout
-stay; widths, states and windows shrink, so that it takes seconds), and starts the processes by itself, on the CPU over
-gloo. One step of several micro-batches, with unequal masks and documents that end in mid-row, runs twice: on one
-process as a plain torch loop without any parallel layer, engine or megatron-core, and in the layout as the trainer does
-it. Loss, gradient norm, every weight's whole gradient, every rank's weights after the step, and the loss after it must
-agree:
+It takes the arguments of `hybridtron train`. It makes the recipe small: pattern, heads, options, tying and layout stay;
+widths, states and windows shrink, so that it takes seconds. It starts the processes by itself, on the CPU over gloo.
+One step of several micro-batches, with unequal masks and documents that end in mid-row, runs twice: on one process, as
+a plain torch loop without parallel layers, engine or megatron-core; and in the layout, as the trainer does it. Loss,
+gradient norm, every weight's full gradient, every rank's weights after the step, and the loss after it must agree:
 
-    float64  within 1e-9 of each tensor's norm and 1e-13 of the largest; megatron-core's plain data parallelism and
+    float64  within 1e-9 of each tensor's norm and 1e-13 of the largest; with megatron-core's plain data parallelism and
              optimizer
-    fp32     within 1e-5 of each tensor's norm and 1e-7 of the largest, or 2 times what a tensor changes by where the
-             serial step begins from weights moved by their last bit; the distributed optimizer, clipping cuts in
+    fp32     within 1e-5 of each tensor's norm and 1e-7 of the largest, or within 2 times the change of a tensor when
+             the serial step starts from weights perturbed in their last bit; with the distributed optimizer, and a
+             clipping threshold that takes effect
 
-With --gpus every rank has a GPU, and the truth is what the engine computes on one of them, in fp32: with the same
-kernels, so that what ranks exchange is compared. Layouts that need more GPUs than there are are left out.
+With --gpus every rank has a GPU, and the reference is the engine on one of them, in fp32. Both use the same kernels, so
+that only the communication of ranks is compared. Layouts that need more GPUs than there are get skipped.
 
-Differences in float64 are rounding (1e-15) or bugs. What megatron-core does in fp32 whatever the weights are: it adds
-up the gradient norm (allowed 1e-6), clips (so in float64 the threshold is out of reach) and divides by the number of
-tokens in torch's default type (so that is set to float64).
+Differences in float64 are rounding (1e-15) or bugs. megatron-core does three things in fp32 even for float64 weights.
+It sums the gradient norm, which is allowed 1e-6. It clips, so the threshold is out of reach in float64. It divides by
+the number of tokens in torch's default type, so that type is set to float64.
 
 Exit codes: 0 all agree, 1 something differs or failed, 2 bad configuration.
 """
@@ -34,7 +34,7 @@ import argparse
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; a plain `--help` needs neither torch nor megatron."""
+    """Parse the command line. `--help` imports neither torch nor megatron-core."""
     parser = argparse.ArgumentParser(
         prog="hybridtron audit", description="Compare every gradient of a parallel layout with one process."
     )
@@ -52,7 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the worst difference of each case and precision. Returns the exit code."""
+    """Print the largest difference of each case and precision. Returns the exit code."""
     chosen = parse(arguments)
     from hybridtron.proving.audit import table as audit_table
 

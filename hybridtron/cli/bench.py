@@ -1,14 +1,14 @@
-"""Measure our forms against named peers, side by side in one run, and write the table of it.
+"""Benchmark implementations of this package against named peers in one run, and write a table of the results.
 
     hybridtron bench mixer                     writes benchmarks/mixer.md
     hybridtron bench step recipe=samba_421m    the step of another recipe (any setting of a run)
     hybridtron bench decode runs/laptop llama3_1.6b    runs and recipes side by side
-    hybridtron bench scan --quick              tiny sizes, seconds: does it run, not how fast is it
+    hybridtron bench scan --quick              tiny sizes, in seconds: a test that it runs, not of speed
 
-All forms of a comparison take turns within each round, so that a machine that slows down slows all of them; of each
-the fastest round counts, and the spread of the rounds is reported. Times on a CPU are written only as ratios of two
-things measured in one run; with one thread, as by default, they are processor time, which other work on the machine
-hardly changes. With more threads they are wall-clock time, and worth something only on a machine that is idle.
+All implementations alternate within each round, so that a slower machine slows all of them. The fastest round counts,
+and the spread of rounds is reported. CPU times are written only as ratios of two measurements in one run. With one
+thread, the default, they are processor time, which other work on the machine hardly changes. With more threads they are
+wall-clock time, which is reliable only on an idle machine.
 
 Exit codes: 0 measured, 1 something that the peer needs is missing, 2 wrong arguments.
 """
@@ -49,13 +49,13 @@ WHAT = {
     "prefill": ("decode", "Reading prompts", "the same number of tokens in rows of every length, several models"),
     "step": ("step", "Training step", "through our schedule and optimizer, against a plain PyTorch loop"),
 }
-"""Name -> its file in benchmarks/, whose function of that name fills a report; the report's title; what it compares."""
+"""Name -> (file in benchmarks/, report title, comparison). The file has a function of this name that fills a report."""
 TAKES_SETTINGS = ("step", "fp8", "llama", "rounding")
 TAKES_MODELS = ("decode", "prefill", "scoring")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; wrong ones end the process with exit code 2."""
+    """Parse the command line. Wrong arguments end the process with exit code 2."""
     listed = "\n".join(f"  {name:<13} {title}: {text}" for name, (_, title, text) in WHAT.items())
     parser = argparse.ArgumentParser(
         prog="hybridtron bench",
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         raise Unusable(missing("export") or str(error)) from error
     if chosen.quick:
-        report.goals.clear()  # tiny sizes say nothing of speed
+        report.goals.clear()  # tiny sizes don't measure speed
     suffix = "" if report.device == "cpu" else f"_{report.device}"
     folder = None if chosen.quick else pages()
     publish(report, command(chosen), chosen.output or (folder and folder / f"{chosen.name}{suffix}.md"))
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
 
 
 def command(chosen: argparse.Namespace) -> str:
-    """What to type to measure the same again."""
+    """Return the command that repeats the measurement."""
     words = ["hybridtron bench", chosen.name, *chosen.settings]
     words += ["--quick"] if chosen.quick else []
     words += [f"--threads {chosen.threads}"] if chosen.threads != 1 else []

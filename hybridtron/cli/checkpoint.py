@@ -1,16 +1,18 @@
-"""Look at the checkpoints of a run: which there are, whether they are whole, how two differ; or rewrite one.
+"""List, verify, compare, reshard or fetch the checkpoints of a run.
 
     hybridtron checkpoint list runs/samba
     hybridtron checkpoint verify runs/samba                         every byte of every checkpoint
     hybridtron checkpoint verify runs/samba/checkpoints/step-00000500
-    hybridtron checkpoint diff LEFT RIGHT                           settings and tensors that are not the same
-    hybridtron checkpoint reshard CHECKPOINT OUTPUT --file-size 4GB whole tensors, in files of about that size
+    hybridtron checkpoint diff LEFT RIGHT                           settings and tensors that differ
+    hybridtron checkpoint reshard CHECKPOINT OUTPUT --file-size 4GB full tensors, in files of about that size
     hybridtron checkpoint fetch s3://BUCKET/PREFIX runs/samba       from checkpoint.mirror, the newest
     hybridtron checkpoint fetch s3://BUCKET/PREFIX/step-00000500 runs/samba
 
-Any layout loads any checkpoint, so that nothing has to be resharded before a run resumes; `reshard` is for readers who
-want every tensor in one piece. Needs neither a GPU nor other processes. Exit codes: 0 all well (of `diff`: the same), 1
-something is broken (differs), 2 there is no such checkpoint, or a wrong argument.
+Any layout loads any checkpoint, so a run resumes without resharding; `reshard` is for other readers, which want every
+tensor in one file. No GPU and no other processes are needed.
+
+Exit codes: 0 all valid, or no difference; 1 something is broken, or differs; 2 there is no such checkpoint, or an
+argument is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from hybridtron.limits import path_of
 
 
 def main(arguments: list[str]) -> int:
-    """Do what is asked. Returns the exit code."""
+    """Parse the command line and run the sub-command. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="hybridtron checkpoint", description="Look at checkpoints, verify, compare, rewrite or fetch them."
     )

@@ -1,4 +1,4 @@
-"""What `hybridtron checkpoint` does: each command from its arguments to an exit code."""
+"""Sub-commands of `hybridtron checkpoint`. Each function takes the parsed arguments and returns an exit code."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hybridtron.problems import Unusable
 from hybridtron.storage.attempts import StorageError
 from hybridtron.train.lock import RunLock
 
-WIDEST = 10**6  # characters
+WIDEST = 10**6  # characters of a table's row without a terminal
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Do what is asked. Returns the exit code."""
+    """Run the chosen sub-command. Returns the exit code."""
     does = {"list": listed, "verify": verified, "diff": compared, "reshard": resharded, "fetch": fetched}
     with warnings.catch_warnings(action="ignore"):
         return does[chosen.command](chosen)
 
 
 def opened(path: Path) -> Checkpoint:
-    """The checkpoint that a path names, or the newest of a run's."""
+    """Open a checkpoint folder, or a run's newest checkpoint. Raises Unusable if it is missing or broken."""
     try:
         return Checkpoint.open(checkpoints_at(path)[-1])
     except BrokenCheckpoint as error:
@@ -40,7 +40,7 @@ def opened(path: Path) -> Checkpoint:
 
 
 def table_of(*columns: str) -> Table:
-    """A table whose long entries continue in the next line, as names that are cut can't be distinguished."""
+    """Build a table that wraps long entries instead of cutting them, since cut names can't be distinguished."""
     table = Table(box=None)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -48,7 +48,7 @@ def table_of(*columns: str) -> Table:
 
 
 def show(table: Table) -> None:
-    """Print a table; where no terminal sets the width, each row in one line."""
+    """Print a table. Without a terminal each row takes one line, whatever its width."""
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
@@ -56,6 +56,7 @@ def show(table: Table) -> None:
 
 
 def listed(chosen: argparse.Namespace) -> int:
+    """Print a run's checkpoints and archived folders. Returns 1 if a manifest or the pointer is broken."""
     table = table_of("step", "size", "held-out", "layout", "manifest")
     code = 0
     for path in checkpoints_at(chosen.path):
@@ -78,6 +79,7 @@ def listed(chosen: argparse.Namespace) -> int:
 
 
 def verified(chosen: argparse.Namespace) -> int:
+    """Read every byte of the checkpoints and print faults. Returns 1 if there is one."""
     code = 0
     of_run = (chosen.path / "checkpoints").is_dir()
     if of_run and (fault := folders.pointer_fault(chosen.path)):
@@ -94,6 +96,7 @@ def verified(chosen: argparse.Namespace) -> int:
 
 
 def compared(chosen: argparse.Namespace) -> int:
+    """Print the differences of two checkpoints. Returns 1 if there is one."""
     table = table_of("", "left", "right")
     for one in differences(opened(chosen.left), opened(chosen.right)):
         table.add_row(one.what, one.left, one.right)
@@ -105,6 +108,7 @@ def compared(chosen: argparse.Namespace) -> int:
 
 
 def resharded(chosen: argparse.Namespace) -> int:
+    """Write a copy of a checkpoint with full tensors. Returns 1 if the checkpoint is broken."""
     size = bytes_of("--file-size", chosen.file_size)
     not_there_yet(chosen.output)
     source = opened(chosen.path)
@@ -119,10 +123,11 @@ def resharded(chosen: argparse.Namespace) -> int:
 
 
 def fetched(chosen: argparse.Namespace) -> int:
+    """Download a checkpoint from a mirror into a run's folder. Returns 1 if it is broken or the store fails."""
     if not chosen.url.startswith("s3://"):
         raise Unusable(f"{chosen.url} is no mirror: give s3://BUCKET/PREFIX")
     try:
-        with RunLock(chosen.run):  # or a run that is under way could take what is half there for one of its own
+        with RunLock(chosen.run):  # else a run in progress could mistake the incomplete download for its own checkpoint
             print(f"{download(chosen.url, chosen.run)}: fetched, every byte as it was written")
     except FileExistsError as error:
         raise Unusable(str(error)) from error

@@ -1,23 +1,24 @@
-"""Take a checkpoint to the format of Hugging Face or back, and prove that it computes the same before it is there.
+"""Export checkpoints to the format of Hugging Face, or import from it, with a proof that the model is unchanged.
 
-    hybridtron export runs/samba --output samba-hf                  the newest of a run, or one
+    hybridtron export runs/samba --output samba-hf                  a run's newest checkpoint, or one
     hybridtron export runs/samba --output samba-hf --verify only    prove it again
     hybridtron export runs/tuned --base samba-hf --output tuned     adapters for peft
     hybridtron import mamba-130m-hf --output imported               then run.weights=imported
     hybridtron import tuned --base samba-hf --output imported       an adapter of peft, with its base
 
-Exported are safetensors in shards, config.json, the tokenizer, a model card, and a record of the checkpoint it was. A
-model that transformers has no class of brings our class as files of its own, loaded with trust_remote_code=True. The
-checkpoint is read from its files, whatever layout wrote it; neither a GPU nor other processes are needed. Imported are
-the classes that can be exported to, and the format of state-spaces/mamba, into a checkpoint that any layout loads.
+An export holds safetensors in shards, config.json, the tokenizer, a model card, and a record of its checkpoint. If
+transformers has no class for the model, the export includes our class as source files, which transformers loads with
+trust_remote_code=True. The checkpoint may come from any layout; no GPU and no other processes are needed. An import
+reads the classes that exports can have, and the format of state-spaces/mamba. It writes a checkpoint that any layout
+loads.
 
-What is written appears whole, after it was proven: transformers loads the folder and answers with our logits and our
-greedy continuation; an import gives each tensor back bit for bit besides. Otherwise nothing is left at the output. The
-proof holds both models in fp32 at once. For a machine that is too small `--verify sample` takes the first and the last
-layer of every kind, and `none` goes without.
+The output appears complete or not at all, and only after a proof: transformers must load the folder and give our logits
+and our greedy continuation. For an import, each tensor must also convert back bit for bit. The proof holds both models
+in fp32 at once. If memory is too small, `--verify sample` proves the first and the last layer of every kind, and
+`--verify none` skips the proof.
 
-Exit codes: 0 done, 1 the proof failed or the checkpoint is broken, 2 wrong arguments, a model that no class has, or a
-disk that is full.
+Exit codes: 0 done, 1 the proof failed or the checkpoint is broken, 2 wrong arguments, a model that fits no class, or a
+full disk.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from hybridtron.limits import path_of
 
 
 def export_main(arguments: list[str]) -> int:
-    """`hybridtron export`. Returns the exit code."""
+    """Run `hybridtron export`. Returns the exit code."""
     return main(["export", *arguments])
 
 
 def import_main(arguments: list[str]) -> int:
-    """`hybridtron import`. Returns the exit code."""
+    """Run `hybridtron import`. Returns the exit code."""
     return main(["import", *arguments])
 
 
 def main(arguments: list[str]) -> int:
-    """Do what is asked: `export`, `import` or `verify`. Returns the exit code."""
+    """Parse the command line and run `export`, `import` or `verify`. Returns the exit code."""
     chosen = parsed(arguments)
     proving = chosen.command == "verify" or chosen.verify != "none"
     if proving and (fault := transformers_fault()) is not None:
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
-    """The command line; `--checkpoint` and `--input` are older forms of the positional arguments."""
+    """Parse the command line. `--checkpoint` and `--input` are older forms of the positional arguments."""
     parser = argparse.ArgumentParser(
         prog="hybridtron", description="Checkpoints to the format of Hugging Face, and back."
     )

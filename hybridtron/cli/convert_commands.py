@@ -1,4 +1,4 @@
-"""What `hybridtron export` and `import` do: each command from its arguments to an exit code."""
+"""Work of `hybridtron export` and `import`. Each command takes the parsed arguments and returns an exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hybridtron.problems import Unusable
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Do what is asked. Returns the exit code."""
+    """Run the chosen command, and print errors that a user can mend. Returns the exit code."""
     try:
         return {"export": exported, "import": imported, "verify": verified}[chosen.command](chosen)
     except (Unusable, CannotExport, CannotImport) as error:
@@ -42,11 +42,12 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def newest_of(path: Path) -> Checkpoint:
-    """With its adapters merged."""
+    """Open a checkpoint, or a run's newest, with its adapters merged."""
     return merged(Checkpoint.open(checkpoints_at(path)[-1]))
 
 
 def exported(chosen: argparse.Namespace) -> int:
+    """Export a checkpoint and prove it. With `--base` only its adapters are exported, for peft."""
     output = not_there_yet(chosen.output)
     size = bytes_of("--shard-size", chosen.shard_size)
     if chosen.base is not None:
@@ -82,6 +83,7 @@ def exported(chosen: argparse.Namespace) -> int:
 
 
 def imported(chosen: argparse.Namespace) -> int:
+    """Import a model, or an adapter of peft, as a checkpoint, and prove it."""
     importable(chosen.source)
     output = not_there_yet(chosen.output)
     if chosen.base is not None or is_adapter_folder(chosen.source):
@@ -110,6 +112,7 @@ def _adapter_imported(chosen: argparse.Namespace, output: Path) -> int:
 
 
 def verified(chosen: argparse.Namespace) -> int:
+    """Prove an existing export again."""
     proof = verify(chosen.output, newest_of(chosen.source))
     lengths = ", ".join(map(str, proof.lengths))
     print(f"{chosen.output}: the same; logits of {lengths} tokens apart by {proof.logits:.1e} of the largest, at most")
@@ -118,6 +121,6 @@ def verified(chosen: argparse.Namespace) -> int:
 
 
 def warn_of(folder: Path, proof: Proof) -> None:
-    """Print what users of a folder should know, though it is the same model."""
+    """Print a proof's caution about a folder, if it has one: the model is the same, but users should know it."""
     if proof.caution:
         print(f"warning: {folder}: {proof.caution}", file=sys.stderr)

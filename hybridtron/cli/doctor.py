@@ -1,10 +1,10 @@
-"""Can this machine train, with what, and how fast will it be? One screen, in plain words.
+"""Report on one screen if this machine can train: packages, device, kernels, memory and disks.
 
     hybridtron doctor
 
-It needs nothing but Python: every package is imported in a process of its own, so that one that is missing, raises,
-ends the interpreter or hangs is a line of the report. Packages named in pyproject.toml are compared with the versions
-that were tried. Exit codes: 0 training can run, 1 something required is missing (the last lines say what to install).
+It needs only Python. Every package is imported in a process of its own, so that a package that is missing, raises,
+crashes the interpreter or hangs becomes a line of the report. Versions are compared with those tried in pyproject.toml.
+Exit codes: 0 training can run, 1 something required is missing (the last lines name the packages to install).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridtron.rehearse import guard
 from hybridtron.requirements import MODULES, install_command, installed, is_there, missing, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 120  # seconds that an import may take; the first one on a network file system is slow
+PATIENCE = 120  # time limit of an import in seconds; the first one on a network file system is slow
 OPTIONAL = {
     "triton": "compiled kernels on CUDA (torch.compile needs it too); hybridtron rehearse, on any machine",
     "mamba_ssm": "scans of Mamba-1 and Mamba-2 on CUDA",
@@ -73,7 +73,7 @@ print("\\n" + json.dumps({**about, "choices": choices(compute_device().type)}))
 
 @dataclass(frozen=True)
 class Probe:
-    """What an import in a process of its own came to."""
+    """Result of importing a package in a separate process: its version, or the fault if the import failed."""
 
     found: bool
     version: str = ""
@@ -81,7 +81,7 @@ class Probe:
 
 
 def run_python(code: str, *arguments: str, patience: float | None = None) -> tuple[dict, str | None]:
-    """What a program printed as JSON on its last line, and why there is nothing, if so."""
+    """Run Python code in a new process; return the JSON on its last line of output, and a fault if there is none."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, "PYTHONPATH": path}
@@ -101,24 +101,27 @@ def run_python(code: str, *arguments: str, patience: float | None = None) -> tup
 
 
 def probe(module: str) -> Probe:
-    """Import a module elsewhere and see."""
+    """Import a module in a separate process and return the result."""
     seen, fault = run_python(IMPORT, module)
     return Probe(True, "", fault) if fault else Probe(**seen)
 
 
 def inside(version: str, wanted: str) -> bool:
-    """Whether `2.13.0+cpu` lies in `>=2.11,<2.14`; only the numbers count, and what can't be read is passed."""
+    """Return True if a version such as `2.13.0+cpu` lies in a range such as `>=2.11,<2.14`.
+
+    Only the release numbers count. It is also True if the version can't be parsed.
+    """
     try:
         from packaging.specifiers import SpecifierSet
         from packaging.version import Version
 
         return Version(Version(version).base_version) in SpecifierSet(wanted)
-    except (ModuleNotFoundError, ValueError):  # without packaging, which is a requirement and so reported itself
+    except (ModuleNotFoundError, ValueError):  # a missing `packaging` is reported itself, as a requirement
         return True
 
 
 def package_line(distribution: str, wanted: str, found: Probe) -> Line:
-    """A required package."""
+    """Build the report line of a required package."""
     version = installed(distribution) or found.version
     if not found.found:
         return Line("fail", distribution, "not installed", f'pip install "{distribution}{wanted}"')
@@ -130,7 +133,7 @@ def package_line(distribution: str, wanted: str, found: Probe) -> Line:
 
 
 def optional_line(module: str, purpose: str, found: Probe) -> Line:
-    """A package that training does without."""
+    """Build the report line of an optional package."""
     if not found.found:
         return Line("none", module, "not installed", purpose)
     version = found.version or installed(module.replace(".", "-").replace("_", "-")) or "installed"
@@ -140,7 +143,7 @@ def optional_line(module: str, purpose: str, found: Probe) -> Line:
 
 
 def package_sections() -> list[tuple[str, list[Line]]]:
-    """Python, what is required, what is optional, the extras; all imports side by side."""
+    """Build the sections on required packages, optional packages and extras; packages are imported in parallel."""
     wanted = requirements()
     modules = {name: MODULES.get(name, name.replace("-", "_")) for name in wanted.required}
     with ThreadPoolExecutor(4) as pool:
@@ -158,7 +161,7 @@ def package_sections() -> list[tuple[str, list[Line]]]:
 
 
 def extra_line(extra: str, wanted: dict[str, str]) -> Line:
-    """The packages of one extra, which training does without."""
+    """Build the report line of an extra, whose packages training does not need."""
     versions = {name: installed(name) for name in wanted}
     missing = [name for name, version in versions.items() if version is None]
     outside = [
@@ -171,8 +174,8 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
 
 
 def kernel_section() -> tuple[str, list[Line]]:
-    """What computes, and which form of every op runs there."""
-    about, fault = run_python(KERNELS, patience=PATIENCE + BUILD_S)  # what is not there yet is compiled
+    """Build the section on the device, and on the implementation of every op that runs there."""
+    about, fault = run_python(KERNELS, patience=PATIENCE + BUILD_S)  # it may compile the native library first
     if fault:
         return "device", [Line("fail", "hybridtron", "does not start", fault)]
     lines = [Line("ok", "device", about["device"])]
@@ -191,7 +194,10 @@ def kernel_section() -> tuple[str, list[Line]]:
 
 
 def gpu_lines(environment: Mapping[str, str], numa_nodes: int) -> list[Line]:
-    """What processes with a GPU should find; `hybridtron submit` sets the variables where the layout wants them."""
+    """Build lines on environment variables and NUMA binding that processes with a GPU should have.
+
+    `hybridtron submit` sets the variables that a layout needs.
+    """
     lines = []
     for wanted in (ALLOCATOR, ONE_QUEUE):
         found = environment.get(wanted.name)
@@ -204,14 +210,14 @@ def gpu_lines(environment: Mapping[str, str], numa_nodes: int) -> list[Line]:
 
 
 def fp8_line(fault: str | None) -> Line:
-    """Whether precision=fp8_... can run."""
+    """Build the line on FP8; `fault` says why it can't run on this device."""
     if fault is None:
         return Line("ok", "FP8", "transformer_engine", "precision=fp8_delayed, fp8_current, fp8_block")
     return Line("none", "FP8", "emulated only", f"{fault}; precision.emulate=true tries its numerics")
 
 
 def _driver() -> str:
-    """NVIDIA's driver by its own tool, whether torch can use it or not."""
+    """Return the version of NVIDIA's driver as nvidia-smi reports it, or an empty string without nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
@@ -224,7 +230,7 @@ def _driver() -> str:
 
 
 def attempt(section: Callable[[], tuple[str, list[Line]]]) -> tuple[str, list[Line]]:
-    """A section, or a line that says why there is none."""
+    """Build a section. If that raises, return a section with one line that names the error."""
     try:
         return section()
     except Exception as error:
@@ -233,7 +239,7 @@ def attempt(section: Callable[[], tuple[str, list[Line]]]) -> tuple[str, list[Li
 
 
 def show(sections: list[tuple[str, list[Line]]]) -> None:
-    """Aligned columns, cut to the terminal's width, in colour only there."""
+    """Print the sections in aligned columns. On a terminal lines are coloured and cut to its width."""
     terminal = sys.stdout.isatty()
     colours = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m", "none": ""}
     width = shutil.get_terminal_size((160, 24)).columns if terminal else 0
@@ -257,7 +263,7 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         sections = [("packages", [Line("fail", "pyproject.toml", "unreadable", f"{type(error).__name__}: {error}")])]
     failed = [line for _, lines in sections for line in lines if line.mark == "fail"]
-    if not failed:  # else the package would only fail for the same reason
+    if not failed:  # else this section would fail for the same reason
         sections.append(attempt(kernel_section))
     sections.append(attempt(machine_section))
     show(sections)

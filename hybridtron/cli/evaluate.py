@@ -1,4 +1,4 @@
-"""What a checkpoint can do: tasks, perplexity, and how it reads text that is longer than what it was trained on.
+"""Evaluate checkpoints: tasks, perplexity, and length generalization on text longer than the training rows.
 
     hybridtron evaluate runs/laptop
     hybridtron evaluate runs/laptop --suite samba
@@ -6,23 +6,25 @@
     hybridtron evaluate runs/samba/checkpoints/step-00000500 --data /data/pg19 --length 65536 --rows 16
     torchrun --nproc-per-node 8 -m hybridtron evaluate runs/samba --suite span parallel.tensor=2
 
-Without --suite and --tasks it runs the instruments of length generalization, on held-out documents that are long
-enough, where there are any, else on the validation split packed end to end, and says which. It writes into
+Without --suite and --tasks it runs the instruments of length generalization. They read held-out documents that are long
+enough, or the validation split packed end to end if there are none; the report says which. Results go to
 RUN/evaluation/STEP, or --output:
 
-    positions.jsonl, .png     loss and perplexity of the prediction after `position` tokens, and its loss when the
-                              token is read within the training length
-    remembrance.jsonl, .png   how far the next token's distribution moves when the first `t` tokens are not shown
-    states.jsonl, .png        standard deviation of every layer's recurrent state, by head where it has heads
-    entropy.jsonl, .png       entropy by layer: of attention, and of the step sizes of scans
+    positions.jsonl, .png     loss and perplexity of the prediction after `position` tokens, and its loss if the context
+                              is limited to the training length
+    remembrance.jsonl, .png   change of the next token's distribution when the first `t` tokens are not shown
+    states.jsonl, .png        standard deviation of every layer's recurrent state, by head if it has heads
+    entropy.jsonl, .png       entropy by layer: of attention weights, and of the step sizes of scans
+    results.json, samples.jsonl
+    index.html                all of it on one page that opens without a network
 
-and results.json, samples.jsonl, and index.html, one page of all of it that opens without a network. They are defined
-in hybridtron/evaluate/length.py, within.py and entropy.py. With --suite samba|span|length|hax|all, or a file by
---tasks, samples of tasks and perplexity are added. What was measured is not measured again: an evaluation that was
-killed continues with the next sample, and one that is whole is shown.
-With --harness, tasks of lm-evaluation-harness and groups of them (samba_short, samba_instruct, span_short,
-span_long, recall, hax_short, longbench, tiny) are asked instead. Exit codes: 0 all was written, 2 no checkpoint,
-too little text, or a wrong argument.
+hybridtron/evaluate/length.py, within.py and entropy.py define these measures. --suite samba|span|length|hax|all, or a
+file by --tasks, adds samples of tasks and perplexity. Recorded results are not measured again: an evaluation that was
+killed continues with the next sample, and a complete one is only shown. With --harness, tasks and groups of
+lm-evaluation-harness run instead (samba_short, samba_instruct, span_short, span_long, recall, hax_short, longbench,
+tiny).
+
+Exit codes: 0 all was written, 2 no checkpoint, too little text, or a wrong argument.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ SUITES = ("samba", "span", "length", "hax", "all")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; wrong values end the process with exit code 2."""
+    """Parse the command line. Wrong values end the process with exit code 2."""
     parser = argparse.ArgumentParser(
         prog="hybridtron evaluate", description="Tasks, perplexity and length generalization of checkpoints."
     )
@@ -86,7 +88,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def grouped(text: str) -> SelfExtendOptions:
-    """`4,1024`"""
+    """Parse a group size and a number of neighbours, such as `4,1024`, for argparse."""
     if not re.fullmatch(r"\d{1,9},\d{1,9}", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"is {text}, must be a group and a number of neighbours, such as 4,1024")
     by = SelfExtendOptions(*map(int, text.split(",")))
@@ -96,7 +98,7 @@ def grouped(text: str) -> SelfExtendOptions:
 
 
 def require_consistent(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    """Part runs and layout; ends the process where options contradict each other."""
+    """Separate runs from layout settings. Options that contradict each other end the process with exit code 2."""
     chosen.layout = [word for word in (*chosen.paths, *(chosen.harness or ())) if word.startswith("parallel.")]
     words = [word for word in chosen.paths if word not in chosen.layout]
     if wrong := next((wrong for word in words if (wrong := possible_path(word)) is not None), None):
@@ -127,7 +129,7 @@ def require_consistent(parser: argparse.ArgumentParser, chosen: argparse.Namespa
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, write and print. Returns the exit code."""
+    """Evaluate the checkpoints, write the results and print them. Returns the exit code."""
     chosen = parse(arguments)
     checkpoints = {path: newest_checkpoint(path) for path in chosen.paths}
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -139,7 +141,7 @@ def main(arguments: list[str]) -> int:
 
 
 def folder_for(path: Path, checkpoint: Path, chosen: argparse.Namespace) -> Path:
-    """Where a checkpoint's results go."""
+    """Return the folder for a checkpoint's results."""
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
     if chosen.output is None:
         return run / "evaluation" / checkpoint.name
@@ -147,7 +149,7 @@ def folder_for(path: Path, checkpoint: Path, chosen: argparse.Namespace) -> Path
 
 
 def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: Console) -> None:
-    """The suite, the file or the instruments, on every checkpoint."""
+    """Evaluate every checkpoint, and compare them if there are several. Only the first process prints."""
     from hybridtron.evaluate.run import compared
 
     ask, found = asking(chosen), []
@@ -168,7 +170,7 @@ def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: 
 
 
 def asking(chosen: argparse.Namespace) -> Callable[[Served, str, Path], Evaluated]:
-    """What measures a checkpoint under a name into a folder: a suite, or the harness, below it."""
+    """Return a function (model, name, folder) that runs the suite or the harness and writes to the folder."""
     if not chosen.harness:
         from hybridtron.evaluate.run import evaluate
 
@@ -183,7 +185,7 @@ def asking(chosen: argparse.Namespace) -> Callable[[Served, str, Path], Evaluate
 
 
 def wishes(chosen: argparse.Namespace) -> Wishes:
-    """What is asked for."""
+    """Build the request from the command line, a suite or a file of tasks."""
     from hybridtron.evaluate.run import Wishes
     from hybridtron.evaluate.suites import KEYS
     from hybridtron.evaluate.suites import SUITES as KNOWN
@@ -200,7 +202,7 @@ def wishes(chosen: argparse.Namespace) -> Wishes:
 
 
 def report(one: Evaluated, console: Console) -> None:
-    """Tables of what was found, and where the page is."""
+    """Print an evaluation's results as tables, and the path of its page."""
     from hybridtron.evaluate.results import shown
 
     console.print(one.name)
@@ -228,5 +230,5 @@ def report(one: Evaluated, console: Console) -> None:
 
 
 def titled(title: str, *columns: str | Column) -> Table:
-    """A table with its heading on the left."""
+    """Build a table with its title on the left."""
     return Table(*columns, title=f"\n{title}", title_justify="left", box=None)

@@ -1,4 +1,4 @@
-"""Text from a checkpoint, with the tokenizer that it holds.
+"""Generate text from a checkpoint, with the tokenizer stored in it.
 
     hybridtron generate runs/laptop --prompt "def main(" --tokens 200
     hybridtron generate runs/laptop --prompt "import " --prompt "class " --temperature 0 --stop "\\n\\n"
@@ -6,12 +6,13 @@
     torchrun --nproc-per-node 2 -m hybridtron generate runs/samba parallel.tensor=2 --prompt "The"
     hybridtron generate runs/tuned --chat                           a conversation: a line, an answer
 
-A run's folder is for its newest checkpoint. Without a prompt the text begins where a document does. It ends with the
-document, before a stop string, or after --tokens. A single text is printed as it comes, several one after another once
-all have ended. The prompt is read in chunks, and every further token costs the same from then on where the model has no
-full attention. With --chat prompts are messages, written by the model's chat template, and the answers are printed;
-without a prompt lines are read, and the conversation continues until they end. Exit codes: 0 text was made, 2 there is
-no usable checkpoint or an argument is wrong.
+A run's folder stands for its newest checkpoint. Without a prompt the text begins with the start of a document. It ends
+with the document, before a stop string, or after --tokens. A single text is printed as it is generated, several texts
+after all have ended. The prompt is read in chunks. After it, every token takes the same time unless the model has full
+attention. With --chat, prompts are messages, formatted by the model's chat template, and the answers are printed.
+Without a prompt, messages are read line by line from standard input, as one conversation.
+
+Exit codes: 0 text was generated, 2 there is no usable checkpoint or an argument is wrong.
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ if TYPE_CHECKING:
     from hybridtron.model.text import TextOfRow
 
 DOCUMENT_STARTS = ("<|endoftext|>", "<|begin_of_text|>", "<s>", "<|end_of_text|>", "</s>", "<bos>", "<eos>", "[BOS]")
-LARGEST_PROMPT = 2**30  # bytes of a file
+LARGEST_PROMPT = 2**30  # bytes of a --prompt-file
 
 
 class ToContinue(NamedTuple):
-    """What is continued, what is printed before it, and what ends it."""
+    """A batch of prompts to continue.
+
+    prompts: token ids
+    shown: text printed in front of each continuation
+    ends, stops: token ids and strings that end a continuation
+    """
 
     prompts: list[list[int]]
     shown: list[str]
@@ -51,7 +57,7 @@ class ToContinue(NamedTuple):
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; wrong values end the process with exit code 2."""
+    """Parse the command line. Wrong values end the process with exit code 2."""
     parser = argparse.ArgumentParser(
         prog="hybridtron generate", description="Text from a checkpoint, or from the newest one of a run's folder."
     )
@@ -93,7 +99,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Print each prompt and what follows. Returns the exit code."""
+    """Print each prompt with its continuation, or answers with --chat. Returns the exit code."""
     chosen = parse(arguments)
     parallel = layout(chosen.layout)
     checkpoint = newest_checkpoint(chosen.path)
@@ -106,7 +112,7 @@ def main(arguments: list[str]) -> int:
 
 
 def chat(checkpoint: Path, parallel: ParallelConfig, texts: list[str], chosen: argparse.Namespace) -> int:
-    """Answer each message, or a conversation's line by line. Returns the exit code."""
+    """Answer each message, or hold a conversation over standard input if there is none. Returns the exit code."""
     from hybridtron.evaluate.chat import Chat, assistant, user
 
     template = Chat.of(checkpoint)
@@ -124,7 +130,7 @@ def chat(checkpoint: Path, parallel: ParallelConfig, texts: list[str], chosen: a
             asked = [*conversation, user(line)]
             try:
                 (prompt,), ends, stops = _checked(template, [asked])
-            except Unusable as error:  # the conversation continues without it
+            except Unusable as error:  # skip this line and continue the conversation
                 print(error, file=sys.stderr)
                 continue
             wanted = ToContinue([prompt], [""], [model.end, *ends], stops)
@@ -133,13 +139,13 @@ def chat(checkpoint: Path, parallel: ParallelConfig, texts: list[str], chosen: a
 
 
 def _checked(template: Chat, conversations: list[list[dict[str, str]]]) -> tuple[list[list[int]], list[int], list[str]]:
-    """What comes before each answer, and what ends them."""
+    """Return each conversation's prompt tokens, and the token ids and strings that end an answer. Raises Unusable."""
     ends, stops = template.ends(conversations[0])
     return [template.prompt(messages) for messages in conversations], ends, stops
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, or what another program writes; empty lines are none."""
+    """Yield the lines of standard input that are not empty; a terminal shows `> ` before each."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
@@ -150,7 +156,7 @@ def _lines() -> Iterator[str]:
 
 
 def print_texts(model: Served, texts: list[str], chosen: argparse.Namespace) -> None:
-    """Continue all prompts, which are printed, too."""
+    """Continue the prompts as plain text, and print each prompt with its continuation."""
     decode = model.tokenizer.decode
     prompts = [prompt_tokens(model, text) for text in texts]
     ends = [] if chosen.past_end else [model.end]
@@ -158,7 +164,7 @@ def print_texts(model: Served, texts: list[str], chosen: argparse.Namespace) -> 
 
 
 def print_continued(model: Served, wanted: ToContinue, chosen: argparse.Namespace) -> list[TextOfRow]:
-    """Continue all prompts as one batch."""
+    """Continue all prompts as one batch, print the texts and return them. Only the first process prints."""
     from hybridtron.device import compute_device
     from hybridtron.model.generate import Prompts, continued
     from hybridtron.model.sampling import Sampling
@@ -183,19 +189,22 @@ def print_continued(model: Served, wanted: ToContinue, chosen: argparse.Namespac
 
 
 def prompt_tokens(model: Served, prompt: str) -> list[int]:
-    """The prompt's tokens, or the one that starts a document."""
+    """Tokenize a prompt; an empty one becomes the token that starts a document."""
     return model.tokenizer.encode(prompt_or_start(model.folder, model.tokenizer, prompt)).ids
 
 
 def require_embeddings(model: Served, ids: list[int]) -> None:
-    """Unusable where the model has none of a token."""
+    """Raise Unusable if a token id is beyond the model's vocabulary."""
     if (largest := max(ids)) >= (size := model.config.model.vocab_size):
         fault = f"token {largest} of its tokenizer.json is beyond model.vocab_size={size}"
         raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's")
 
 
 def prompt_or_start(checkpoint: Path, tokenizer: Tokenizer, prompt: str) -> str:
-    """The prompt, or the token of the checkpoint's vocabulary that stands between documents."""
+    """Return the prompt, or the vocabulary's document separator if the prompt is empty.
+
+    Raises Unusable if the vocabulary has no such token, or if the prompt has no token.
+    """
     if prompt:
         if not tokenizer.encode(prompt).ids:
             raise Unusable(f"--prompt {prompt!r} has no token in the vocabulary of {checkpoint / 'tokenizer.json'}")
@@ -208,7 +217,7 @@ def prompt_or_start(checkpoint: Path, tokenizer: Tokenizer, prompt: str) -> str:
 
 
 def prompt_file(path: Path) -> str:
-    """The text of a file."""
+    """Read a prompt from a UTF-8 file. Raises Unusable if it can't be read or is empty."""
     from hybridtron.regular_files import Unreadable, read_regular
 
     try:

@@ -1,4 +1,7 @@
-"""What a command line names: checkpoints, sizes, outputs; each is refused with what would work. And a progress bar."""
+"""Arguments shared by several commands: checkpoints, sizes and output folders; and a progress bar.
+
+A bad argument raises Unusable with advice on what would work.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ EVERY = 30.0  # seconds between lines of progress where there is no terminal
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints that a path names: itself, or all of a run, the oldest first."""
+    """Return the checkpoints at a path: the path itself, or all of a run, oldest first. Raises Unusable."""
     require_folder(path, "checkpoint")
     if (path / "manifest.json").exists():
         return [path]
@@ -37,7 +40,11 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def require_folder(path: Path, use: str) -> None:
-    """Unusable where a path is no folder; of what may be a name on the Hub with the commands that bring it here."""
+    """Raise Unusable if a path is not a folder.
+
+    If it may be a model's name on the Hugging Face Hub, the message has the commands that download it; `use` says if it
+    must then be imported as a checkpoint.
+    """
     if path.is_dir():
         return
     if path.exists():
@@ -52,7 +59,7 @@ def require_folder(path: Path, use: str) -> None:
 
 
 def importable(path: Path) -> Path:
-    """A folder of another program; Unusable for a name on the Hub, and for what has checkpoints already."""
+    """Return the path if it is a folder to import from. Raises Unusable if it is missing or holds checkpoints."""
     require_folder(path, "import")
     if (path / "manifest.json").exists() or (path / "checkpoints").is_dir():
         cure = f"run.weights={path} starts from it, and `hybridtron export {path} --output DIR` writes a model"
@@ -61,7 +68,7 @@ def importable(path: Path) -> Path:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names: itself, or the newest of a run that is whole."""
+    """Return the checkpoint at a path: the path itself, or a run's newest valid one. Raises Unusable."""
     found = checkpoints_at(path)
     if found == [path]:
         return path
@@ -74,14 +81,14 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def positive(text: str) -> int:
-    """A number of an option, for argparse."""
+    """Parse a positive whole number, for argparse."""
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
 
 
 def bytes_of(option: str, text: str) -> int:
-    """The bytes that an option is set to."""
+    """Parse an option's value such as `4GB` to bytes. Raises Unusable."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -89,7 +96,7 @@ def bytes_of(option: str, text: str) -> int:
 
 
 def not_there_yet(output: Path) -> Path:
-    """A folder that a command may create."""
+    """Return the path of an output folder. Raises Unusable if it exists."""
     if output.exists():
         raise Unusable(f"{output} is there already; name a folder that is not")
     return output
@@ -97,9 +104,9 @@ def not_there_yet(output: Path) -> Path:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, elsewhere a line from time to time, both with the time that is left.
+    """Show progress with the time left: a bar on a terminal, else a line every 30 s. Both go to stderr.
 
-    It is moved by the number done, and the number there are.
+    The block gets a function to call with the number done and the total.
     """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
@@ -112,6 +119,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _in_lines(what: str, console: Console) -> Callable[[int, int], None]:
+    """Return a function that prints progress as plain lines, at most one every EVERY seconds."""
     started = reported = time.monotonic()
 
     def moved(done: int, of: int) -> None:

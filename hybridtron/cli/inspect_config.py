@@ -1,4 +1,4 @@
-"""What a configuration amounts to, before anything is built: layers, parameters, FLOPs, memory, steps.
+"""Inspect a configuration without building the model: layers, parameters, FLOPs, memory, steps.
 
     hybridtron inspect recipe=samba_1.7b phases.0.micro_batch=4
     hybridtron inspect recipe=samba_1.7b --json
@@ -6,10 +6,10 @@
     hybridtron inspect recipe=samba_3.8b --gpus 256 --fit 80GB
     hybridtron inspect recipe=samba_1.7b parallel.tensor=4 parallel.pipeline=2 --dry-run
 
-It takes the arguments of `hybridtron train`, reads no tokens and imports no torch. What is counted, and what is not,
-is described in `hybridtron/planning/count.py`, `memory.py` and `fit.py`. `--gpus` is the number of processes (without
-it, as few as the layout needs); `--fit` lists layouts that fit this memory, fastest first by a model of their time.
-`--dry-run` alone imports torch: it builds every rank's model on the meta device.
+It takes the arguments of `hybridtron train`, reads no tokens and imports no torch. `hybridtron/planning/count.py`,
+`memory.py` and `fit.py` describe what is counted. `--gpus` is the number of processes; the default is the minimum for
+the layout. `--fit` lists layouts that fit into a memory size, fastest first by a model of the step time. `--dry-run`
+does import torch: it builds every rank's model on the meta device.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SHOWN = 10  # layouts that --fit prints; --json has them all
 
 
 def main(arguments: list[str]) -> int:
-    """Print the tables, or the problems. Returns the exit code: 2 for a configuration that can't run."""
+    """Print the tables or JSON, and dry-run if asked. Returns the exit code. Raises ConfigError if it can't run."""
     parser = argparse.ArgumentParser(
         prog="hybridtron inspect", description="Layers, parameters, FLOPs, memory, steps and layout."
     )
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
 
 def dry_run(config: Config) -> int:
-    """Build what every rank would hold and say whether the shards add up. Returns the exit code."""
+    """Build every rank's shards on the meta device and check that they add up to the model. Returns the exit code."""
     from hybridtron.engine.dry_run import build_every_rank, faults  # imports torch, which nothing else here needs
 
     ranks = list(build_every_rank(config))
@@ -95,7 +95,7 @@ def dry_run(config: Config) -> int:
 
 
 def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> dict[str, Any]:
-    """Everything as plain values; FLOPs are those of the first phase's sequence length."""
+    """Return all results as plain values. FLOPs are for the first phase's sequence length."""
     counted, phases = count(config.model, config.phases[0].seq_len), resolve(config)
     found = {
         "parameters": counted.parameters,
@@ -159,7 +159,7 @@ def _phase_json(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> dict[s
 
 
 def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> None:
-    """For people: coloured in a terminal, plain text anywhere else."""
+    """Print the tables: formatted on a terminal, plain text elsewhere."""
     console = wide_console()
     counted = count(config.model, config.phases[0].seq_len)
     stages = [len(stage) for stage in stages_of(config)]
@@ -188,7 +188,7 @@ def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None)
 
 
 def _letter_table(counted: ModelCount) -> Table:
-    """One row a letter, since all layers of a letter are alike, and what stands around the layers."""
+    """Build a table with a row for each letter, whose layers are all alike, and for embedding, norm and head."""
     table = table_of("", "kind", "options", "layers", "parameters", "FLOPs/token", "share", numbers_from=3)
 
     def add(letter: str, kind: str, options: str, layers: int | str, parameters: int, flops: float) -> None:
@@ -217,7 +217,7 @@ def _flops_table(counted: ModelCount) -> Table:
 
 
 def _memory_table(config: Config, made: Plan) -> Table:
-    """One row a pipeline rank: what it holds, in GB."""
+    """Build a table with a row for each pipeline rank: its memory in GB, by use."""
     phase = largest_phase(config).settings
     table = table_of("rank", "layers", "parameters", *MEMORY_PARTS, "total", "in flight", numbers_from=2)
     table.title = (
@@ -235,7 +235,10 @@ def _memory_table(config: Config, made: Plan) -> Table:
 
 
 def _traffic_table(config: Config, made: Plan) -> Table:
-    """One row a pipeline rank: what it sends in a step, in GB, and how its work compares with the dearest rank's."""
+    """Build a table with a row for each pipeline rank: the GB it sends in a step, and its relative work.
+
+    Work is the rank's forward cost over the maximum of all ranks.
+    """
     table = table_of("rank", "tensor", "pipeline", "gradients", "parameters", "total", "work", numbers_from=1)
     table.title = f"GB that a device sends in a step (estimate); the pipeline waits {made.bubble:.1%} of its time"
     if config.parallel.context > 1:
@@ -248,7 +251,7 @@ def _traffic_table(config: Config, made: Plan) -> Table:
 
 
 def _imbalance(config: Config) -> float:
-    """Of the shares of rows that are one document, which are the most uneven."""
+    """Return the load imbalance of context parallelism for rows that are one document, the worst case."""
     phase = largest_phase(config)
     length = phase.settings.seq_len
     costs = token_costs(phase.model, length)
@@ -271,7 +274,7 @@ def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table
 
 
 def _left_out(config: Config, fitting: list[FittingLayout]) -> list[str]:
-    """Why some layouts were not tried, or none fits."""
+    """Explain why some layouts were not tried, or why none fits."""
     reasons = {tensor: "; ".join(uncuttable(config.model, tensor)) for tensor in TENSOR_SIZES}
     found = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
     return found if fitting else [*found, "nothing fits: use more devices, or a global batch that divides evenly"]
@@ -282,7 +285,7 @@ def _gigabytes(amount: int) -> str:
 
 
 def _gigabytes_given(text: str) -> float:
-    """`80GB` or `80` -> bytes."""
+    """Parse gigabytes such as `80GB` or `80` to bytes, for argparse."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:GB)?", text, re.IGNORECASE)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory such as 80GB")

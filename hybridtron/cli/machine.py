@@ -1,4 +1,4 @@
-"""What this machine offers to training: cores, memory, disks, limits; as lines of `hybridtron doctor`."""
+"""Section of `hybridtron doctor` on this machine: cores, memory, disks and limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_DISK, LEAST_SHARED, LEAST_MEMORY, LEAST_FILES = 10 * GIB, GIB, 4 * GIB, 40
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the report. `mark` is ok, warn (training runs, but look here), fail (it does not) or none."""
+    """One line of the report. `mark` is ok, warn (training runs, but check this), fail (training can't run) or none."""
 
     mark: str
     name: str
@@ -23,7 +23,7 @@ class Line:
 
 
 def machine_section() -> tuple[str, list[Line]]:
-    """Cores, memory, disks, limits."""
+    """Build the section on cores, memory, disks and limits."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lines = [Line("ok", "cores", f"{usable} of {os.cpu_count()}"), _memory_line()]
     lines.append(_disk_line(Path.cwd(), LEAST_DISK, "runs and checkpoints of the present folder"))

@@ -1,8 +1,8 @@
-"""The command `hybridtron`: one sub-command for everything that a user runs.
+"""The command `hybridtron` and its sub-commands.
 
-The table names a function that takes the remaining arguments and returns the exit code. Its module is imported only
-when it is asked for, so that no command waits for the packages of another. What a command refuses it raises as Unusable
-(a wrong configuration, a folder that is not there), which is printed here: exit code 2.
+`COMMANDS` maps each sub-command to a function that takes the remaining arguments and returns the exit code. Its module
+is imported only when the command runs, so that no command waits for another's packages. A command raises Unusable for a
+user's mistake, such as a wrong configuration or a missing folder. The message is printed here, with exit code 2.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ COMMANDS = {
     "submit": ("hybridtron.cluster.submit:main", "submit a run to SLURM"),
     "status": ("hybridtron.cluster.status:main", "state, speed and remaining time of runs"),
 }
-"""Name -> a function (its module in this folder, where no other is named), and what it does in one line."""
+"""Name -> (MODULE:FUNCTION, help line). A module without a dot is in this folder."""
 
-FAMILIES = {name.split()[0] for name in COMMANDS if " " in name}  # `data` alone is no command
+FAMILIES = {name.split()[0] for name in COMMANDS if " " in name}  # first words that are not commands by themselves
 
 
 def program() -> int:
-    """The console script."""
+    """Run the console script `hybridtron`. Returns the exit code."""
     return main(sys.argv[1:])
 
 
 def sleeping_threads() -> None:
-    """Let torch's threads sleep between its operations, unless the user says otherwise.
+    """Make torch's OpenMP threads sleep between operations, unless the user has set OMP_WAIT_POLICY.
 
-    They would spin, and take the cores from compiled forms, which have threads of their own. OpenMP's library reads
-    this once, when torch is imported.
+    Spinning threads would take the cores from our compiled CPU ops, which have threads of their own. OpenMP reads the
+    variable once, when torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command. Returns its exit code; 2 where there is no such command."""
+    """Run one command. Returns its exit code, or 2 if there is no such command."""
     if arguments[:1] == ["--version"]:
         print(f"hybridtron {__version__}")
         return 0
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     hide_known_warnings()
     sleeping_threads()
     lean_imports.install()
-    if name == "train":  # the others need only a part: inspect and submit run where there is no torch
+    if name == "train":  # other commands need only some packages: inspect and submit run without torch
         demand()
     where, function = COMMANDS[name][0].split(":")
     try:
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
             module = importlib.import_module(where if "." in where else f"hybridtron.cli.{where}")
         code: int = getattr(module, function)(arguments[len(words) :])
     except ModuleNotFoundError:
-        demand()  # says so on one line where it is a requirement
+        demand()  # ends the program with one line if the missing module is a requirement
         raise
     except Unusable as error:
         print(error, file=sys.stderr)
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
 
 
 def no_command(family: str, word: str | None) -> int:
-    """Help, where it is asked for (exit code 0) or no command is given; else what is wrong with the word."""
+    """Print help (exit code 0 if asked for, 2 without a command), or that `word` is not a command (exit code 2)."""
     if word in ("-h", "--help"):
         print(usage(family))
         return 0
@@ -114,7 +114,7 @@ def no_command(family: str, word: str | None) -> int:
 
 
 def usage(family: str) -> str:
-    """The table, or the part of it that begins with a word."""
+    """Format the list of commands; a family such as `data` lists only its own."""
     chosen = {name: text for name, (_, text) in COMMANDS.items() if not family or name.split()[0] == family}
     lines = "\n".join(f"  {name:<15}{text}" for name, text in chosen.items())
     name = f"hybridtron {family}".strip()

@@ -1,4 +1,4 @@
-"""A picture of a run: training loss by tokens, with held-out losses where they were measured.
+"""Plot a run's training loss and held-out losses by tokens.
 
 hybridtron plot runs/laptop --output loss.png
 """
@@ -24,7 +24,7 @@ MARKERS = ("o", "s", "^", "D")
 
 
 def main(arguments: list[str]) -> int:
-    """Draw the run's metrics.jsonl. Returns the exit code: 2 where there is nothing to draw."""
+    """Plot a run's metrics.jsonl. Returns the exit code. Raises Unusable if there is nothing to plot."""
     parser = argparse.ArgumentParser(prog="hybridtron plot", description="Draw training and held-out loss of a run.")
     parser.add_argument("run", type=path_of, help="the run's folder")
     parser.add_argument(
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def draw(name: str, lines: list[dict], output: Path) -> None:
-    """Write the picture: tokens to the right, loss in nats per token upwards, a dotted line where a phase begins."""
+    """Write the picture: loss in nats per token over tokens, with a dotted line at the start of each phase."""
     with picture(output) as axes:
         tokens = [line["tokens"] for line in lines]
         axes.plot(tokens, [line["loss"] for line in lines], linewidth=0.8, color="0.6", label="training")
@@ -54,14 +54,17 @@ def draw(name: str, lines: list[dict], output: Path) -> None:
         if len(begins := phase_begins(lines)) > 1:
             for phase, begin in begins.items():
                 axes.axvline(begin, color="black", linestyle=":", linewidth=0.8)
-                place = axes.get_xaxis_transform()  # tokens to the right, shares of the picture upwards
+                place = axes.get_xaxis_transform()  # x in tokens, y as a fraction of the axes
                 axes.text(begin, 0.98, f" {phase}", transform=place, rotation=90, va="top", fontsize="small")
         axes.set(title=name, xlabel="tokens", ylabel="cross entropy (nats per token)")
         axes.xaxis.set_major_formatter(lambda amount, _: readable(amount))
 
 
 def draw_held_out(axes: Axes, evaluated: list[dict]) -> None:
-    """A curve for each length; they often lie on each other, so that each has its dashes and a larger ring below."""
+    """Plot a curve of held-out losses for each length.
+
+    The curves often coincide, so each has its own dashes, and rings of another size.
+    """
     lengths = list(dict.fromkeys(length for line in evaluated for length in line["validation"]))
     for place, length in enumerate(lengths):
         points = [(line["tokens"], line["validation"][length]) for line in evaluated if length in line["validation"]]
@@ -77,7 +80,7 @@ def draw_held_out(axes: Axes, evaluated: list[dict]) -> None:
 
 
 def phase_begins(lines: list[dict]) -> dict[str, int]:
-    """The tokens that were read before each phase, by its name."""
+    """Return the number of tokens read before each phase, by name."""
     begins: dict[str, int] = {}
     before = 0
     for line in lines:

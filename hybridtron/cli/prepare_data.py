@@ -1,4 +1,4 @@
-"""Text or tokens -> a folder of prepared tokens, which training reads.
+"""Prepare text or tokens as a folder of tokens that training reads.
 
     hybridtron data prepare --input 'SlimPajama/train/chunk*/*.jsonl.zst' --tokenizer DIR --output data/slimpajama
     hybridtron data prepare --input notes/ more.parquet --tokenizer DIR --output data/notes --workers 8
@@ -6,10 +6,12 @@
     hybridtron data prepare --input embedded --vocab-size 2048 --output data/embedded-2048
     hybridtron data prepare --input embedded --packages torch sympy --vocab-size 8192 --output data/packages
 
-The formats of inputs are listed by --help. Interrupted, it leaves OUTPUT.partial, and the same command continues from
-there; another number of workers may be given. What failed before a file was finished blocks nothing: the command is
-corrected and starts from scratch. Exit codes: 0 the folder is there, 1 it was interrupted, or a disk or a process
-failed, 2 arguments or inputs are to be corrected, or a disk is full.
+--help lists the formats of inputs. An interrupted command leaves OUTPUT.partial; the same command continues from it,
+also with another number of workers. A command that fails before it has finished a file leaves nothing to continue: it
+can be corrected and starts from scratch.
+
+Exit codes: 0 the folder is complete, 1 it was interrupted, or a disk or a process failed, 2 arguments or inputs must be
+corrected, or a disk is full.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ if TYPE_CHECKING:
     from hybridtron.data.prepare.input_files import FoundInputs
 
 EMBEDDED = "embedded"
-HELD_OUT = 5  # documents that a folder of few should hold out
+HELD_OUT = 5  # documents that even a small folder should hold out
 EMBEDDED_TAKES = {"input", "output", "vocab_size", "packages", "workers"}
 LEARN = ("spans", "completion", "messages", "mask")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; wrong ones end the process with exit code 2."""
+    """Parse the command line. Wrong arguments end the process with exit code 2."""
     from hybridtron.data.prepare.formats import known_formats
 
     parser = argparse.ArgumentParser(
@@ -70,7 +72,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    if EMBEDDED in chosen.input:  # a folder of that name is ./embedded
+    """End the process with exit code 2 if options contradict each other, or --tokenizer is missing."""
+    if EMBEDDED in chosen.input:  # a folder with this name is written ./embedded
         given = {key for key, value in vars(chosen).items() if value is not None} - EMBEDDED_TAKES
         if len(chosen.input) > 1 or given:
             named = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(given)) or "other inputs"
@@ -86,7 +89,7 @@ def _check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
 
 
 def share(text: str) -> float:
-    """`0.5%` -> 0.005."""
+    """Parse a share such as `0.5%` or `0.005` to a fraction, for argparse."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
     value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
     if not 0 <= value <= 1:
@@ -95,7 +98,7 @@ def share(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """`64MB` -> 64000000."""
+    """Parse a size such as `64MB` to bytes, for argparse."""
     from hybridtron.config.units import parse_bytes
 
     try:
@@ -105,7 +108,7 @@ def size(text: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Prepare the folder and print what is in it. Returns the exit code."""
+    """Prepare the folder and print its contents. Returns the exit code."""
     chosen = parse(arguments)
     from hybridtron.data.folder import FolderError
     from hybridtron.data.prepare.documents import PrepareError
@@ -133,7 +136,7 @@ def main(arguments: list[str]) -> int:
 
 
 def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
-    """Wrong arguments are reported before anything slow is imported."""
+    """Prepare the inputs. Wrong inputs and tokenizers are reported before slow imports."""
     from hybridtron.data.prepare.documents import clean_name
     from hybridtron.data.prepare.input_files import find
     from hybridtron.data.prepare.vocabulary import open_vocabulary
@@ -156,12 +159,12 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     )
     max_bad = 0.001 if chosen.max_bad is None else chosen.max_bad
     workers = 1 if chosen.workers is None else chosen.workers
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker is one thread, also where it is this process
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker is one thread, even if it is this process
     return prepare(found.inputs, chosen.output, vocabulary, settings, workers, max_bad)
 
 
 def report_skipped(found: FoundInputs) -> None:
-    """Say on stderr which files of folders are not read, why, and what would read them."""
+    """Print to stderr the files in folders that are skipped, with the reason and the cure."""
     from hybridtron.data.prepare.documents import listed
 
     if found.unknown:
@@ -177,7 +180,11 @@ def report_skipped(found: FoundInputs) -> None:
 
 
 def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
-    """The folder that data.source=embedded makes by itself where it is missing."""
+    """Prepare the embedded corpus, or open the folder if it exists.
+
+    Training with data.source=embedded makes the same folder. Raises ArgumentError if the existing folder was made with
+    other options.
+    """
     from hybridtron.data.prepare import embedded
     from hybridtron.data.prepare.documents import ArgumentError
 
@@ -191,7 +198,7 @@ def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
 
 
 def show(folder: TokenFolder) -> None:
-    """Tokens and documents of every source and split, and what is remarkable about them."""
+    """Print tokens and documents by source and split, the omitted entries, and warnings on empty splits."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""A training step on a GPU that is not there: launches, bytes, memory, waits and collectives, and a model of the time.
+"""Simulate a training step without a GPU: launches, bytes, memory, waits, collectives, and an estimate of its time.
 
     hybridtron rehearse recipe=samba_421m
     hybridtron rehearse recipe=samba_3.8b parallel.tensor=2 parallel.pipeline=2 --gpus 16 --rank all
@@ -6,9 +6,11 @@
     hybridtron rehearse recipe=samba_421m --picture step.png
     hybridtron rehearse --suite
 
-It runs the code that trains, on tensors without values, so it takes seconds and little memory. It needs no GPU and no
-driver, but Triton (the extra `rehearse`), which torch's builds without CUDA lack. Exit codes: 0 rehearsed, 1 a budget
-is exceeded or nothing can be rehearsed here (no compiler), 2 bad configuration, or no Triton.
+It runs the training code on fake tensors, which have no values, so it takes seconds and little memory. It needs no GPU
+and no driver, but Triton (the extra `rehearse`), which torch's builds without CUDA lack.
+
+Exit codes: 0 rehearsed, 1 a budget is exceeded or nothing can be rehearsed here (no compiler), 2 bad configuration, or
+no Triton.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from hybridtron.requirements import demand
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="hybridtron rehearse", description="A training step on a GPU that is not there."
     )
@@ -68,7 +70,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the tables, or the problems. Returns the exit code."""
+    """Rehearse the chosen ranks and print the report. Returns the exit code. Raises Unusable."""
     if "--suite" in arguments:
         from hybridtron.cli import rehearse_suite
 
@@ -94,7 +96,7 @@ def main(arguments: list[str]) -> int:
     except GuardProblem as problem:
         print(f"nothing can be rehearsed here: {problem}", file=sys.stderr)
         return 1
-    from hybridtron.rehearse import report  # imports torch, which has to wait for the guard
+    from hybridtron.rehearse import report  # imports torch, which the guard library must precede
 
     if chosen.picture:
         from hybridtron.rehearse.picture import draw
@@ -110,7 +112,7 @@ def main(arguments: list[str]) -> int:
 
 
 def budget(name: str, settings: Sequence[str], found: dict[str, Any], writes: bool) -> int:
-    """Write what a run of these settings may cost, or say what costs more. Returns the exit code."""
+    """Write the cost budget of a configuration, or print the costs that exceed it. Returns the exit code."""
     from hybridtron.rehearse import budget as budgets
 
     own, path = budgets.budget_of(found), budgets.path_of(name)

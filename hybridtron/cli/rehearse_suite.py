@@ -1,12 +1,12 @@
-"""Every recipe under six layouts, rehearsed, and the page of it: `hybridtron rehearse --suite`, or `make rehearse`.
+"""Rehearse every recipe under six layouts and write a page of the results: `hybridtron rehearse --suite`.
 
-    hybridtron rehearse --suite                              all; continues where it was stopped
+    hybridtron rehearse --suite                              all; continues after an interruption
     hybridtron rehearse --suite --only samba_421m            one recipe; may be repeated
-    hybridtron rehearse --suite --limit 600 --part 1/2       ten minutes, of one half of the cases
-    hybridtron rehearse --suite --keep                       only what has never been rehearsed
+    hybridtron rehearse --suite --limit 600 --part 1/2       ten minutes, for one half of the cases
+    hybridtron rehearse --suite --keep                       results of older code count too
 
-What was shown is added to benchmarks/rehearse.jsonl, of which the page is made.
-Exit codes: 0 all is rehearsed, 1 something failed, is left or can't be rehearsed here, 2 wrong arguments.
+Results are appended to benchmarks/rehearse.jsonl, and the page is made from that file. `make rehearse` runs this too.
+Exit codes: 0 all cases are rehearsed, 1 some failed, remain or can't be rehearsed here, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridtron.shipped import pages
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="hybridtron rehearse", description="Every recipe under six layouts.")
     parser.add_argument("--suite", action="store_true", help="rehearse the recipes rather than one configuration")
     parser.add_argument("--only", action="append", default=[], metavar="RECIPE", help="this recipe; may be repeated")
@@ -43,7 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Rehearse what is not recorded yet, and write the page. Returns the exit code."""
+    """Rehearse the cases that are not recorded yet, and write the page. Returns the exit code."""
     chosen = parse(arguments)
     if unknown := sorted(set(chosen.only) - set(choices_of("recipe"))):
         raise Unusable(f"--only {unknown[0]}: no such recipe")

@@ -1,14 +1,16 @@
-"""A grid of training runs on this machine, two at a time, and one table and picture of what they came to.
+"""Run a grid of training runs, and write one table and one picture of their results.
 
     hybridtron sweep examples/sweep/window.yaml
-    hybridtron sweep examples/sweep/window.yaml --plan     the runs, without starting any
+    hybridtron sweep examples/sweep/window.yaml --plan     list the runs, and start none
     hybridtron sweep examples/sweep/window.yaml --slurm cluster=h100_infiniband     as array jobs, one GPU a run
 
-The file's form is described in docs/sweeps.md. Each run is a folder of its own in runs/sweeps/NAME, where NAME is the
-file's; beside them are table.md, runs.jsonl and picture.png. Started again, a sweep continues where it was: what has
-finished stays, what was interrupted resumes, and what was added to the file is new. Exit codes: 0 all runs finished,
-1 some failed, 2 a wrong file or configuration, 75 interrupted after the runs were asked to save. With --slurm 0
-says that all is queued; with --plan beside it the scripts are printed.
+docs/sweeps.md describes the file. By default two runs train at a time, each in its own folder in runs/sweeps/NAME,
+where NAME is the file's. table.md, runs.jsonl and picture.png are written next to them. The same command continues a
+sweep: finished runs stay, interrupted ones resume, and runs added to the file start. With --slurm the runs are queued;
+with --slurm --plan the scripts are printed.
+
+Exit codes: 0 all runs finished, or are queued, 1 some failed, 2 a wrong file or configuration, 75 interrupted after the
+runs were asked to save.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ from hybridtron.train.records import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TIMES = 3  # from the smallest to the largest value, for a logarithmic axis
-INTERRUPTED = 75
+TIMES = 3  # smallest ratio of the largest to the smallest value for a logarithmic axis
+INTERRUPTED = 75  # exit code
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="hybridtron sweep", description="A grid of training runs on this machine.")
     parser.add_argument("file", type=path_of, help="what the runs share, and in what they differ (docs/sweeps.md)")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="behind the file's settings of every run")
@@ -61,7 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Carry out what is left of the sweep, and report it. Returns the exit code."""
+    """Run the remaining runs of a sweep and report the results. Returns the exit code."""
     chosen = parse(arguments)
     sweep = narrowed(read(chosen.file, chosen.settings), chosen.only)
     folder = Folder(chosen.output or Path("runs/sweeps") / chosen.file.stem)
@@ -86,7 +88,10 @@ def main(arguments: list[str]) -> int:
 def carried(
     sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int], console: Console
 ) -> Generator[EndedRun, None, None]:
-    """Carry out what is left, and print a line for each run that ends. Closed early, it asks the others to save."""
+    """Run the remaining runs, print a line when one ends, and yield it.
+
+    If the generator is closed early, the other runs are asked to save and stop.
+    """
     folder.record(sweep)
     share_cores(jobs)
     for number, ended in enumerate(_watched(sweep, folder, jobs, steps), 1):
@@ -96,7 +101,7 @@ def carried(
 
 
 def queued(sweep: Sweep, folder: Folder, plan: bool, then: str | None) -> int:
-    """Array jobs of what is left, or their scripts. Returns the exit code."""
+    """Submit the remaining runs as SLURM array jobs, or print the scripts if `plan`. Returns the exit code."""
     from hybridtron.cluster import array
 
     configs = configs_of(sweep, folder)
@@ -112,13 +117,16 @@ def queued(sweep: Sweep, folder: Folder, plan: bool, then: str | None) -> int:
 
 
 def steps_of(sweep: Sweep, folder: Folder) -> dict[str, int]:
-    """The last step of each run; 0 where that is known only when the run it starts from has ended. Raises Unusable."""
+    """Return each run's last step, or 0 if it depends on a run that has not ended. Raises Unusable."""
     configs = configs_of(sweep, folder)
     return {run.name: last_step(configs[run.name]) if run.name in configs else 0 for run in sweep.runs}
 
 
 def configs_of(sweep: Sweep, folder: Folder) -> dict[str, Config]:
-    """By name, of the runs whose start, if they have one, has ended. Raises Unusable."""
+    """Load the configurations by run name. Raises Unusable if one can't run.
+
+    Runs that start from the weights of an unfinished run are left out.
+    """
     found = {}
     for run in sweep.runs:
         if run.start is None or folder.is_finished(run.start):
@@ -131,7 +139,7 @@ def configs_of(sweep: Sweep, folder: Folder) -> dict[str, Config]:
 
 
 def _watched(sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int]) -> Iterator[EndedRun]:
-    """With a bar over the steps of all runs."""
+    """Run the remaining runs behind a progress bar over the steps of all runs."""
     most = max(steps.values())
     whole = sum(steps[run.name] or most for run in sweep.runs)
     with progress_bar("steps") as moved:
@@ -145,7 +153,7 @@ def _watched(sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int]) -> 
 
 
 def report(sweep: Sweep, folder: Folder, console: Console) -> None:
-    """Print the table, and write it, every run's numbers, and the picture."""
+    """Print the table of results; write it, the numbers of each run, and the picture if matplotlib is installed."""
     found = results.points(sweep, folder)
     rows = [results.cells(sweep, point) for point in found]
     header = results.header(sweep)
@@ -166,7 +174,10 @@ def report(sweep: Sweep, folder: Folder, console: Console) -> None:
 
 
 def draw(sweep: Sweep, shown: Sequence[results.Point], output: Path) -> None:
-    """The first metric over the first key whose values are numbers, a line for what is the same but for it."""
+    """Plot the first metric over the first key whose values are all numbers.
+
+    Each combination of the other keys is a curve. Without such a key the points stand side by side under their names.
+    """
     metric = sweep.metrics[0]
     along = next((key for key in sweep.axes if key != SEED and all(_is_number(p.values[key]) for p in shown)), None)
     with picture(output) as axes:
@@ -186,7 +197,7 @@ def draw(sweep: Sweep, shown: Sequence[results.Point], output: Path) -> None:
 
 
 def set_places(axes: Axes, places: dict[str, float]) -> None:
-    """Name the values that were tried; logarithmic where they are some times each other, as learning rates are."""
+    """Label the x axis at the tried values; it is logarithmic if they span a factor of TIMES, as learning rates do."""
     least, most = min(places.values()), max(places.values())
     if least > 0 and most >= TIMES * least:
         axes.set_xscale("log")
@@ -195,6 +206,7 @@ def set_places(axes: Axes, places: dict[str, float]) -> None:
 
 
 def _curves(shown: Sequence[results.Point], along: str | None) -> dict[str, list[results.Point]]:
+    """Group points into curves by label; with `along`, a curve's points are sorted by that key."""
     curves: dict[str, list[results.Point]] = {}
     for point in shown:
         rest = [f"{key}={value}" for key, value in point.values.items() if key != along]

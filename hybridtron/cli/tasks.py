@@ -1,4 +1,4 @@
-"""Retrieval, recall and reasoning tasks of any length: what there is, a sample of one, files of samples.
+"""List, show, write and prepare tasks of retrieval, recall and reasoning, at any length.
 
     hybridtron tasks list
     hybridtron tasks show passkey --length 512 digits=3
@@ -6,10 +6,12 @@
     hybridtron tasks write ruler_se --length 4096 8192 --evaluation 500 --tokenizer DIR --output sets/ruler
     hybridtron tasks download squad hotpotqa
 
-`show` prints the prompt, the answer after `>>>`, and on stderr what was drawn. `prepare` writes tasks on token ids as
-tokens with masks, which a run trains on by data=folder. `download` fetches the data sets of RULER's qa_1 and qa_2.
-Without --tokenizer every byte is a token. Exit codes: 0 done, 2 unknown task, wrong option, a length that can't fit a
-sample, a missing corpus, or one that can't be fetched.
+`show` prints the prompt and the answer after `>>>`, and the sample's metadata on stderr. `prepare` writes tasks on
+token ids as tokens with loss masks; a run trains on them by data=folder. `download` fetches the data sets of RULER's
+qa_1 and qa_2. Without --tokenizer every byte is a token.
+
+Exit codes: 0 done, 2 unknown task, wrong option, a length that can't fit a sample, a missing corpus, or a failed
+download.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from hybridtron.tasks.write import WrittenSet, write
 
 
 def list_main(arguments: list[str]) -> int:
-    """Print the tasks with their options, and the groups."""
+    """Run `tasks list`: print the tasks with their options, and the groups. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="hybridtron tasks list", description="Tasks, their options, and groups.")
     parser.parse_args(arguments)
     for name, task in TASKS.items():
@@ -45,7 +47,7 @@ def list_main(arguments: list[str]) -> int:
 
 
 def show_main(arguments: list[str]) -> int:
-    """Print one sample."""
+    """Run `tasks show`: print one sample. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="hybridtron tasks show", description="Print a sample of a task.")
     add = parser.add_argument
     add("task", metavar="NAME", help="one that `hybridtron tasks list` names")
@@ -69,7 +71,7 @@ def show_main(arguments: list[str]) -> int:
 
 
 def write_main(arguments: list[str]) -> int:
-    """Write files of samples."""
+    """Run `tasks write`: write files of samples. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="hybridtron tasks write", description="Write samples of tasks as jsonl, for evaluation and for training."
     )
@@ -94,7 +96,7 @@ def write_main(arguments: list[str]) -> int:
 
 
 def prepare_main(arguments: list[str]) -> int:
-    """Write prepared tokens."""
+    """Run `tasks prepare`: write samples as prepared tokens with loss masks. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="hybridtron tasks prepare",
         description="Write samples of tasks on token ids as prepared tokens with masks.",
@@ -123,7 +125,7 @@ def prepare_main(arguments: list[str]) -> int:
 
 
 def download_main(arguments: list[str]) -> int:
-    """Fetch data sets."""
+    """Run `tasks download`: fetch data sets and check their digests. Returns the exit code."""
     listed = "\n".join(f"  {name:<10} {one.about}: {one.url}, {one.size:,} bytes" for name, one in PUBLISHED.items())
     parser = argparse.ArgumentParser(
         prog="hybridtron tasks download",
@@ -141,7 +143,7 @@ def download_main(arguments: list[str]) -> int:
 
 
 def length(text: str) -> int:
-    """Tokens of a sample, for argparse."""
+    """Parse a sample's length in tokens, for argparse."""
     if not re.fullmatch(r"[0-9]{1,12}", text) or not 0 < int(text) <= MOST_TOKENS:
         raise argparse.ArgumentTypeError(f"is {text}, must be a number of tokens from 1 to {MOST_TOKENS:,}")
     return int(text)
@@ -157,7 +159,7 @@ def _write(chosen: argparse.Namespace) -> list[Path]:
 
 
 def _named_tasks(words: list[str]) -> tuple[Task, ...]:
-    """Tasks and groups; each task gets the options that it has."""
+    """Return the named tasks and those of named groups; each task gets the options that it has."""
     settings = [word for word in words if "=" in word]
     names = [word for word in words if "=" not in word]
     if not names:

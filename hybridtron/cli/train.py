@@ -1,21 +1,21 @@
 """usage: hybridtron train [recipe=NAME] [key=value ...]
 
-  recipe=NAME       what to train; the default is laptop. recipe=./mine.yaml is a file of your own
-  run.dir=FOLDER    where the run is written; a run found there resumes from its newest checkpoint
+  recipe=NAME       the model and its training; default: laptop. recipe=./mine.yaml is a file of your own
+  run.dir=FOLDER    the run's folder; a run found there resumes from its newest checkpoint
   run.max_steps=N   stop early
-  run.plan=true     print the phases, what they read and what they cost, and end; with code 2 where the data of one
-                    is not there, or would not do
+  run.plan=true     print the phases, their data and their costs, and exit; with code 2 if data of a phase is missing
+                    or does not fit
   parallel.tensor=2 cut every layer over two processes; torchrun --nproc-per-node 2 -m hybridtron train ... starts them
   phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
 
 recipes: {recipes},
-         and those in configs/recipe/ablations: recipe=ablations/samba_421m_full_0,
-         in configs/recipe/length, from a checkpoint: recipe=length/state_passing run.weights=runs/NAME
+         and those in configs/recipe/ablations, such as recipe=ablations/samba_421m_full_0,
+         and in configs/recipe/length, from a checkpoint: recipe=length/state_passing run.weights=runs/NAME
 
 Layers, parameters, FLOPs and memory of a configuration: hybridtron inspect recipe=NAME
 
-Exit codes: 0 finished, 2 bad configuration or folder, 75 stopped on demand after a checkpoint, 1 anything else; also
-when all is trained but an export that phases.N.export asks for could not be written.
+Exit codes: 0 finished, 2 bad configuration or folder, 75 stopped on demand after a checkpoint, 1 any other failure,
+such as a complete training whose export (phases.N.export) could not be written.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ EXIT_CODES: dict[type[Exception], int] = {ConfigError: 2, ExportsFailed: 1, Pree
 
 
 def main(arguments: list[str]) -> int:
+    """Check the configuration and train, or print help or the plan. Returns the exit code."""
     if {"-h", "--help"} & set(arguments):
         names = choices_of("recipe")
         recipes = ", ".join(name for name in names if "/" not in name)
@@ -84,18 +85,21 @@ def main(arguments: list[str]) -> int:
 
 
 def report_to_torchrun(reason: str) -> None:
-    """Leave the reason where torchrun looks for it, whose own report of 50 lines then ends with it.
+    """Write the reason to torchrun's error file, so that its own report of 50 lines ends with the reason.
 
-    That report can't be had shorter, and it hides what a process has printed before.
+    The report can't be shortened, and it scrolls away the messages that the process has printed before.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"message": {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": int(time.time())}}}
-        with suppress(OSError):  # it was said on the standard error too
+        with suppress(OSError):  # stderr has the reason too
             Path(file).write_text(json.dumps(about))
 
 
 def program(arguments: list[str]) -> int:
-    """`main` as a program: no thread or peer that hangs keeps a failed rank alive, no late signal changes code 75."""
+    """Run `main` as a program. Returns the exit code, or ends the process with code 1 after an unexpected error.
+
+    os._exit ends a failed rank even if a thread or a peer hangs. Late signals are ignored, so that code 75 stands.
+    """
     try:
         if (code := main(arguments)) == EXIT_PREEMPTED:
             StopRequests.ignore()
@@ -106,7 +110,7 @@ def program(arguments: list[str]) -> int:
         from hybridtron.checkpoint.manifest import BrokenCheckpoint  # imports torch, which --help does without
         from hybridtron.checkpoint.save import SaveError
 
-        # the data of all of a run's checkpoints is damaged, or none can be written
+        # every checkpoint of the run is damaged, or none can be written: the message is enough
         if isinstance(error, BrokenCheckpoint | SaveError):
             print(error, file=sys.stderr)
         else:

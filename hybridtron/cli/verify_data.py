@@ -1,10 +1,11 @@
-"""Is a folder of prepared tokens whole? Reads all of it, and lists everything that is wrong.
+"""Verify a folder of prepared tokens: read all of it and list every fault.
 
     hybridtron data verify DIR
     hybridtron data verify DIR --workers 8
 
-One line a fault, with the file's name and the sample's number; the last line sums up. Exit codes: 0 all well, 1 at
-least one fault, 2 there is no such folder.
+Each fault is a line with the file's name and the sample's number; the last line is a summary.
+
+Exit codes: 0 no fault, 1 at least one fault, 2 there is no such folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hybridtron.problems import Unusable
 
 
 def main(arguments: list[str]) -> int:
-    """Print the faults. Returns the exit code."""
+    """Verify the folder and print its faults. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="hybridtron data verify",
         description="Hold every byte of a folder of prepared tokens against its manifest.",
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def summary(folder: Path, report: FolderReport) -> str:
-    """The last line."""
+    """Format the summary line of a report."""
     faults = len(report.faults)
     verdict = f"{faults} fault{'s' if faults > 1 else ''}" if faults else "all well"
     sources = f"{report.sources} source{'' if report.sources == 1 else 's'}"

@@ -1,1 +1,1 @@
-"""Many runs that differ in a few settings: read from a file, carried out side by side, and compared."""
+"""Sweeps: read many runs that differ in a few settings from a file, run several at a time, and compare them."""

@@ -1,7 +1,7 @@
-"""Carries out the runs of a sweep, several at a time, each `hybridtron train` in a process of its own.
+"""Runs a sweep on this machine, several runs at a time, each as `hybridtron train` in its own process.
 
-What has finished is not started again; what was interrupted or failed resumes from its newest checkpoint. A run that
-fails is reported and the others continue. All output of a run goes to LOGS/NAME.log in the sweep's folder.
+Finished runs are not started again; interrupted or failed ones resume from their newest checkpoint. If a run fails, the
+failure is reported and the others continue. A run's output is appended to LOGS/NAME.log in the sweep's folder.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hybridtron.sweep.grid import Sweep, SweepRun
 from hybridtron.train import outcome
 from hybridtron.train.records import read_lines, read_record, write_whole
 
-STARTED = "sweep.json"  # in the sweep's folder: the settings of every run that was started, by its name
+STARTED = "sweep.json"  # file in the sweep's folder with the settings of all started runs, by name
 LOGS = "logs"
 TRAIN = (sys.executable, "-m", "hybridtron", "train")
-LOOK_S = 0.2
-TAIL = 2**16  # bytes of metrics.jsonl, in which the last step is looked for
+LOOK_S = 0.2  # seconds between two looks for processes that have ended
+TAIL = 2**16  # bytes read from the end of metrics.jsonl to find the last step
 
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A run that ended, and why where it did not finish."""
+    """A run that ended; `fault` says why it did not finish, or is empty."""
 
     run: SweepRun
     seconds: float
@@ -42,27 +42,33 @@ class EndedRun:
 
 @dataclass
 class Folder:
-    """The folder of a sweep."""
+    """A sweep's folder, with a folder inside it for each run."""
 
     path: Path
 
     def of(self, name: str) -> Path:
+        """Return a run's folder."""
         return self.path / name
 
     def settings(self, run: SweepRun) -> list[str]:
-        """What `hybridtron train` gets."""
+        """Return a run's arguments for `hybridtron train`."""
         start = [] if run.start is None else [f"run.weights={self.of(run.start)}{BEST if run.best else ''}"]
         return [*start, *run.settings, f"run.dir={self.of(run.name)}", f"run.name={run.name}"]
 
     def is_finished(self, name: str) -> bool:
+        """Return True if the run recorded that it finished."""
         return read_record(self.of(name) / outcome.FILE).get("outcome") == "finished"
 
     def step(self, name: str) -> int:
+        """Return the last step in a run's metrics, or 0."""
         lines = read_lines(self.of(name) / "metrics.jsonl", TAIL)
         return lines[-1]["step"] if lines else 0
 
     def record(self, sweep: Sweep) -> None:
-        """Keep what is started. Unusable where a run was started before with other settings."""
+        """Record the settings of runs that are about to start.
+
+        Raises Unusable if a run with a folder was started with other settings before.
+        """
         known = read_record(self.path / STARTED)
         for run in sweep.runs:
             settings, before = self.settings(run), known.get(run.name, [])
@@ -79,9 +85,10 @@ class Folder:
 
 
 def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[Collection[str]], None]) -> Iterator[EndedRun]:
-    """Every run that has not finished, `jobs` at a time, as it ends; meanwhile `watch` gets those that run.
+    """Run everything that has not finished, `jobs` at a time; yield each run when it ends.
 
-    Where this process is interrupted or asked to end, the runs are asked to save and end.
+    `watch` is called with the names of the running runs at each look. If this process is interrupted or terminated, the
+    runs are asked to write a checkpoint and end.
     """
     waiting = [run for run in sweep.runs if not folder.is_finished(run.name)]
     failed: set[str] = set()
@@ -106,21 +113,22 @@ def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[Collecti
 
 
 def _ready(waiting: Sequence[SweepRun], unfinished: set[str], free: int) -> list[SweepRun]:
-    """Runs that can start now: what they start from has ended."""
+    """Return the waiting runs that can start now. A run has to wait until the run that it starts from has ended."""
     return [run for run in waiting if run.start not in unfinished][: max(free, 0)]
 
 
 def _started(run: SweepRun, folder: Folder) -> subprocess.Popen[bytes]:
+    """Start a run's process, with its output appended to its log."""
     command = [*TRAIN, *folder.settings(run)]
     log: IO[bytes] = (folder.path / LOGS / f"{run.name}.log").open("ab")
     with log:
-        return subprocess.Popen(  # not of our terminal, whose Ctrl-C reaches this process alone
+        return subprocess.Popen(  # in its own session, so that Ctrl-C in the terminal reaches only this process
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
 
 def _fault(run: SweepRun, folder: Folder, code: int) -> str:
-    """Why a run did not finish: what it recorded, or the last line that it wrote."""
+    """Describe why a run did not finish: the reason that it recorded, or else the last line in its log."""
     log = folder.path / LOGS / f"{run.name}.log"
     recorded = read_record(folder.of(run.name) / outcome.FILE).get("reason")
     last = log.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -129,7 +137,10 @@ def _fault(run: SweepRun, folder: Folder, code: int) -> str:
 
 @contextmanager
 def _ended_with(running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], float]]) -> Iterator[None]:
-    """Processes that still run at the end of the block are asked to save and end, and waited for."""
+    """Terminate the processes that still run when the block ends, and wait until they have saved and ended.
+
+    Inside the block SIGTERM raises KeyboardInterrupt, so that the block ends.
+    """
 
     def stop(number: int, _: object) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
@@ -146,6 +157,6 @@ def _ended_with(running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], floa
 
 
 def share_cores(jobs: int) -> None:
-    """Let the runs share this machine's cores, unless OMP_NUM_THREADS says otherwise."""
+    """Divide this machine's cores among the runs, by OMP_NUM_THREADS, unless that is set already."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // jobs)))

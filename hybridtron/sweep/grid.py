@@ -1,4 +1,4 @@
-"""A sweep's file: what all runs share, in what they differ, and what they are compared by.
+"""A sweep's file: the settings that all runs share, the settings that differ, and the metrics to compare.
 
     settings: [recipe=laptop, phases.0.tokens=1M]     as `hybridtron train` takes them
     variants:                                         optional: sets of settings by name
@@ -11,7 +11,7 @@
       run.seed: [0, 1, 2]
     metrics: [loss, validation/1x]                    of metrics.jsonl, the last of each run
 
-Runs that differ in `run.seed` alone are one point, of which a mean and its standard error are reported.
+Runs that differ only in `run.seed` form a point, for which a mean and its standard error are reported.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ DEFAULT_METRICS = ("loss", "validation/1x")
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep: its name, where it stands in the grid, and what is set.
+    """One run in a sweep: its name, its variant, its values in the grid, and all its settings.
 
-    `start` is the run it starts from, of which it takes the newest checkpoint, or the best one.
+    `start` names the run whose weights it starts from: its best checkpoint with `best`, else its newest.
     """
 
     name: str
@@ -49,13 +49,13 @@ class SweepRun:
 
     @property
     def point(self) -> tuple[str, ...]:
-        """What it shares with the runs of other seeds."""
+        """The variant and values that identify this run's point: everything except the seed."""
         return self.variant, *(value for key, value in self.values.items() if key != SEED)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All runs, the keys in which they differ, and the metrics."""
+    """A sweep's runs, the keys in its grid (`axes`), and the metrics to compare."""
 
     runs: tuple[SweepRun, ...]
     axes: tuple[str, ...]
@@ -64,7 +64,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings by name, and the variant whose weights they start from: its newest ones, or the best."""
+    """Named settings, and the variant whose newest (or best) weights its runs start from."""
 
     name: str
     settings: tuple[str, ...]
@@ -74,15 +74,17 @@ class Variant:
 
 @dataclass
 class _File:
-    """Reads the parts of a file; every message names the part."""
+    """A sweep's file while it is parsed. Every method raises Unusable with the name of the faulty part."""
 
     path: Path
     parts: dict[str, Any] = field(default_factory=dict)
 
     def wrong(self, part: str, message: str) -> Unusable:
+        """Build the exception for a faulty part."""
         return Unusable(f"{self.path}: {part}: {message}")
 
     def settings(self, part: str, given: Any) -> tuple[str, ...]:
+        """Check that a part is a list with entries key=value, and none for run.dir."""
         if not isinstance(given, list) or not all(isinstance(text, str) and "=" in text for text in given):
             raise self.wrong(part, f"is {given!r}, must be a list of key=value, such as [recipe=laptop]")
         for text in given:
@@ -91,6 +93,7 @@ class _File:
         return tuple(given)
 
     def variants(self) -> list[Variant]:
+        """Parse the variants; a file without any has a single one with an empty name."""
         found = []
         by_name = {"": []} if self.parts.get("variants") is None else self.parts["variants"]
         if not isinstance(by_name, dict) or not by_name:
@@ -110,6 +113,7 @@ class _File:
         return found
 
     def grid(self) -> dict[str, list[str]]:
+        """Parse the grid: each key's values, as text."""
         grid = {} if self.parts.get("grid") is None else self.parts["grid"]
         if not isinstance(grid, dict):
             raise self.wrong("grid", f"must be values by key, such as `{SEED}: [0, 1]`")
@@ -126,6 +130,7 @@ class _File:
         return {key: [_text(value) for value in values] for key, values in grid.items()}
 
     def metrics(self) -> tuple[str, ...]:
+        """Parse the names of metrics."""
         given = self.parts.get("metrics", list(DEFAULT_METRICS))
         if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
             raise self.wrong("metrics", f"is {given!r}, must be a list of names such as [loss, validation/1x]")
@@ -133,7 +138,10 @@ class _File:
 
 
 def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
-    """The sweep of a file, with further settings of all runs behind its own. Unusable names what is wrong."""
+    """Read a sweep from a file, and append `settings` to the settings of all runs.
+
+    Raises Unusable for a faulty file.
+    """
     parts = read_keys(path, KEYS)
     file = _File(path, parts)
     of_file = file.settings("settings", [] if parts.get("settings") is None else parts["settings"])
@@ -156,7 +164,10 @@ def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
 
 
 def narrowed(sweep: Sweep, names: Collection[str] | None) -> Sweep:
-    """Runs of these variants, or of these names (None: all), and those that they start from."""
+    """Keep the runs with these names or variants (None: all), and the runs that they start from.
+
+    Raises Unusable for a name that is neither.
+    """
     runs = {run.name: run for run in sweep.runs}
     known = {*runs, *(run.variant for run in sweep.runs)} - {""}
     if unknown := sorted(set(names or ()) - known):
@@ -170,29 +181,30 @@ def narrowed(sweep: Sweep, names: Collection[str] | None) -> Sweep:
 
 
 def with_starts(run: SweepRun, runs: Mapping[str, SweepRun]) -> Iterator[SweepRun]:
-    """A run, the one that it starts from, and so on."""
+    """Yield a run, then the run that it starts from, and so on."""
     yield run
     if run.start is not None:
         yield from with_starts(runs[run.start], runs)
 
 
 def _is_value(value: Any) -> bool:
+    """Return True for numbers, texts, null, and lists with such entries."""
     return not isinstance(value, dict | set | bytes) and (not isinstance(value, list) or all(map(_is_value, value)))
 
 
 def _text(value: Any) -> str:
-    """As a command line says it."""
+    """Write a value as it would be written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value).replace(" ", "")
 
 
 def _short_names(keys: list[str]) -> dict[str, str]:
-    """The last word of each key, or the whole key where two have the same."""
+    """Shorten each key to its last word, unless two keys share that word."""
     last = [key.rpartition(".")[2] for key in keys]
     return {key: key if last.count(word) > 1 else word for key, word in zip(keys, last, strict=True)}
 
 
 def _name(variant: str, parts: list[str]) -> str:
-    """A folder's name."""
+    """Join a variant's name and its values into a valid folder name."""
     return re.sub(r"[^\w.=,+-]+", "_", "-".join([variant] * bool(variant) + parts)) or "run"

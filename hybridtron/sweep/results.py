@@ -1,4 +1,4 @@
-"""What a sweep found: the last metrics of every run, and over the seeds of each point a mean and its standard error."""
+"""A sweep's results: the last metrics of every run, and each point's mean and standard error over its seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridtron.train.records import read_lines
 
 @dataclass(frozen=True)
 class Value:
-    """A metric of a point: mean and standard error over the seeds (None with one), and how many there are."""
+    """A point's metric: its mean over the seeds, the standard error (None with one seed), and the number of runs."""
 
     mean: float
     error: float | None
@@ -23,6 +23,7 @@ class Value:
 
     @classmethod
     def of(cls, found: Sequence[float]) -> Value:
+        """Compute mean and standard error over runs."""
         measured = mean_of(found)
         return cls(measured["value"], measured["standard_error"], measured["n"])
 
@@ -32,15 +33,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Point:
-    """What runs of several seeds share, and what they came to."""
+    """The settings that runs with different seeds share, and their mean metrics."""
 
     variant: str
     values: dict[str, str]  # by key, without the seed
-    found: dict[str, Value]  # by metric; one that no run has is left out
+    found: dict[str, Value]  # by metric; a metric that no run has is absent
 
 
 def points(sweep: Sweep, folder: Folder) -> list[Point]:
-    """In the order of the runs; runs that have not finished do not count."""
+    """Compute each point's metrics over its finished runs, in the order in which the sweep lists them."""
     of_points: dict[tuple[str, ...], list[SweepRun]] = {}
     for run in sweep.runs:
         if folder.is_finished(run.name):
@@ -59,7 +60,7 @@ def points(sweep: Sweep, folder: Folder) -> list[Point]:
 
 
 def last_metrics(folder: Folder, run: SweepRun, metrics: Sequence[str]) -> dict[str, float]:
-    """The last value of each metric that a run has."""
+    """Read the last value of each wanted metric from a run's folder; metrics that it lacks are left out."""
     found: dict[str, float] = {}
     for line in read_lines(folder.of(run.name) / "metrics.jsonl"):
         numbers = flat(line)
@@ -68,7 +69,7 @@ def last_metrics(folder: Folder, run: SweepRun, metrics: Sequence[str]) -> dict[
 
 
 def lines(sweep: Sweep, folder: Folder) -> list[dict[str, Any]]:
-    """One of every run, as plain values."""
+    """Return one dictionary of plain values for each run."""
     return [
         {
             "run": run.name, "variant": run.variant, **run.values, "finished": folder.is_finished(run.name),
@@ -79,13 +80,13 @@ def lines(sweep: Sweep, folder: Folder) -> list[dict[str, Any]]:
 
 
 def header(sweep: Sweep) -> list[str]:
-    """Of the table."""
+    """Return the table's column names."""
     variants = ["variant"] if any(run.variant for run in sweep.runs) else []
     return [*variants, *(key for key in sweep.axes if key != SEED), "n", *sweep.metrics]
 
 
 def cells(sweep: Sweep, point: Point) -> list[str]:
-    """A row of the table."""
+    """Return a point's row in the table."""
     variant = [point.variant] if any(run.variant for run in sweep.runs) else []
     n = max((value.n for value in point.found.values()), default=0)
     return [*variant, *point.values.values(), str(n), *(str(point.found.get(metric, "")) for metric in sweep.metrics)]

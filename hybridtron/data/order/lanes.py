@@ -1,21 +1,21 @@
-"""Lanes for truncated backpropagation: each row of the batch walks whole documents, chunk after chunk.
+"""Lanes for truncated backpropagation: each row position in the batch reads complete documents, chunk after chunk.
 
-Lane i has an endless stream of whole documents of its own, and its step t is the L + 1 tokens from position t L on. So
-a state carried from row to row and reset where a document starts has seen exactly the document. No document is cut
-between lanes, none is left out, and there is no padding: instead the lanes drift against each other.
+Lane i has its own endless stream of complete documents, and its step t reads the L + 1 tokens from position t L. So a
+state that is carried from row to row, and reset where a document starts, has seen exactly its document. Documents are
+neither cut between lanes nor left out, and there is no padding: instead the lanes drift apart.
 
-The documents are dealt in rounds of about T tokens. Round m takes from source s, of share w_s, the documents between
-the borders next to w_s m T and w_s (m + 1) T of its stream; with one source and T the tokens of its epoch a round is an
-epoch. The sources' documents are interleaved evenly, and the list is cut at document borders to one piece a lane, the
-lanes taken in an order drawn for the round. A piece is as long as its lane lacks to the level that the round would
-fill all lanes to: so a lane behind a giant document gets nothing until the others have caught up, and with fewer
-documents than lanes none stays empty.
+Documents are dealt in rounds with about T tokens each. From source s, with share w_s, round m takes the documents
+between two boundaries in its stream: the first at or after w_s m T, and the first at or after w_s (m + 1) T. With one
+source, and T equal to its tokens per epoch, a round is an epoch. All sources' documents are interleaved evenly. This
+list is then cut at document boundaries into one part per lane, with the lanes in random order. A part's length is the
+amount that its lane lacks to a common level, to which the round would fill all lanes. So a lane with a giant document
+gets nothing until the others have caught up, and with fewer documents than lanes no lane stays empty.
 
-Which piece a lane gets depends on the rounds before, so finding a far position walks over them once, at a
-fraction of a microsecond a document, and keeps 8 bytes per lane and round. Rows are still functions of (seed, lane,
-step): every process that walks comes to the same.
+A lane's part depends on the rounds before. Finding a far position therefore goes through all of them once, which takes
+a fraction of a microsecond per document, and 8 bytes per lane and round. Rows are still functions of (seed, lane,
+step): every process computes the same rows.
 
-Letters: L input tokens of a row, T tokens of a round, w share, m round.
+Letters: L input tokens in a row, T tokens in a round, w a source's share, m round number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hybridtron.data.order.stream import DocumentStream, RowSpans, cut, permutat
 
 
 class _Documents(NamedTuple):
-    """Documents end to end: the source of each, its number in it, and the borders around them, one more."""
+    """Documents end to end: each one's source, its number there, and all boundaries (one more than documents)."""
 
     sources: np.ndarray
     numbers: np.ndarray
@@ -41,10 +41,10 @@ class _Documents(NamedTuple):
 
 
 class Lanes:
-    """Lane i, step t -> the next L + 1 tokens of the lane's own endless stream of whole documents (stride L).
+    """Rows in `order=lanes`: lane i, step t -> L + 1 tokens from position t L in the lane's own document stream.
 
-    Finding a far position walks over the rounds before it, once per process. With `joined` all that a lane reads counts
-    as one document: positions count on.
+    Finding a far position computes all rounds before it, once per process. With `joined`, a lane counts as one
+    document, whose positions never restart.
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class Lanes:
         if self._round_tokens < 1:
             raise ValueError(f"shuffle_tokens={shuffle_tokens}: a round of documents needs at least 1")
         self._seed, self._joined = seed, joined
-        self._ends = [np.zeros(lanes, dtype=np.int64)]  # of each lane before round m
+        self._ends = [np.zeros(lanes, dtype=np.int64)]  # [m]: the end of each lane before round m
         self._round = lru_cache(maxsize=2)(self._interleaved)
         self._dealt = lru_cache(maxsize=2)(self._cut)
-        self._piece = lru_cache(maxsize=2 * lanes)(self._taken)  # apart from the rounds: a lane may stay long behind
+        self._piece = lru_cache(maxsize=2 * lanes)(self._taken)  # by lane: a lane may be many rounds behind
 
     def row(self, lane: int, step: int) -> RowSpans:
+        """Return the spans that a lane reads in a step."""
         position, count = step * self._seq_len, self._seq_len + 1
         spans = []
         while count:
@@ -88,7 +89,7 @@ class Lanes:
         return RowSpans(spans, step * self._seq_len if self._joined else spans[0][1].first)
 
     def _round_at(self, lane: int, position: int) -> int:
-        """The round in which a position of a lane's stream lies."""
+        """Return the round that contains a position in a lane's stream. Computes the rounds up to it."""
         while self._ends[-1][lane] <= position:
             number = len(self._ends) - 1
             firsts, lasts = self._dealt(number)
@@ -97,7 +98,7 @@ class Lanes:
         return bisect_right(self._ends, position, key=lambda ends: ends[lane]) - 1
 
     def _taken(self, lane: int, number: int) -> _Documents:
-        """A lane's piece of a round, copied, so that the round can be forgotten."""
+        """Copy a lane's part from a round, so that the full round can be freed."""
         firsts, lasts = self._dealt(number)
         first, last = int(firsts[lane]), int(lasts[lane])
         sources, documents, borders = self._round(number)
@@ -106,14 +107,14 @@ class Lanes:
         )
 
     def _cut(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """At which borders of a round each lane's piece begins and ends."""
+        """Divide a round among the lanes; return the indexes of each lane's first and last boundary."""
         borders = self._round(number).borders
         total = int(borders[-1])
         order = permutation(self._lanes, self._seed, "lanes", number)
         lacking = np.maximum(0, _level(self._ends[number], total) - self._ends[number])
         targets = np.minimum(np.cumsum(lacking[order]), total)  # the level is rounded up
-        # A piece ends at the document border nearest to its target. The error stays in the lane's end, from which the
-        # next round's level starts, so errors do not add up.
+        # A part ends at the document boundary nearest to its target. The error stays in the lane's end, from which the
+        # next round's level is computed, so errors do not add up.
         after = borders.searchsorted(targets)
         before = np.maximum(after - 1, 0)
         cuts = np.where(targets - borders[before] < borders[after] - targets, before, after)
@@ -124,7 +125,7 @@ class Lanes:
         return firsts, lasts
 
     def _interleaved(self, number: int) -> _Documents:
-        """A round's documents of all sources, spread evenly over the round."""
+        """Return a round's documents from all sources, interleaved evenly."""
         sources, numbers, lengths, places = [], [], [], []
         for source, (stream, share) in enumerate(zip(self._streams, self._shares, strict=True)):
             begin, end = (stream.border(share * m * self._round_tokens >> GRID_BITS) for m in (number, number + 1))
@@ -132,17 +133,17 @@ class Lanes:
             sources.append(np.full(len(chosen), source, dtype=np.int32))
             numbers.append(chosen)
             lengths.append(tokens)
-            places.append((2 * np.cumsum(tokens) - tokens) / max(1, 2 * (end - begin)))  # of a document's middle
+            places.append((2 * np.cumsum(tokens) - tokens) / max(1, 2 * (end - begin)))  # of the middle
         order = np.argsort(np.concatenate(places), kind="stable")
         ends = np.cumsum(np.concatenate(lengths)[order])
         return _Documents(np.concatenate(sources)[order], np.concatenate(numbers)[order], np.append(0, ends))
 
 
 def _level(filled: np.ndarray, volume: int) -> int:
-    """The lowest level at which `volume` has room over vessels of width 1 that are filled so far."""
-    # Water over the k lowest vessels rises to the level h at which the sum of (h - filled_i) over them is the volume:
-    # h = (volume + their sum) / k. It reaches vessel k where the room below that vessel's top, over the lower ones, is
-    # at most the volume. The level is rounded up to whole tokens.
+    """Return the water-filling level: the lowest level at which `volume` fits above the heights `filled`."""
+    # Picture vessels of width 1 that are filled to these heights. Water over the k lowest vessels rises to the level h
+    # at which the sum of (h - filled_i) over them is the volume: h = (volume + their sum) / k. It reaches vessel k if the
+    # room below that vessel's top, over the lower ones, is at most the volume. The level is rounded up to whole tokens.
     filled = np.sort(filled)
     before = np.cumsum(filled) - filled
     room = filled * np.arange(len(filled)) - before  # below the top of vessel k, over the lower ones

@@ -1,11 +1,12 @@
-"""Which source each row of training comes from: by weight, exactly, and found without a walk.
+"""The source of each training row: exact by weight, and computed without going through earlier rows.
 
-With W_s the cumulated weights, W_last = 1, source s has round(W_s n) - round(W_(s-1) n) of the first n rows, less than
-one row from w_s n. That holds at the borders of blocks of K rows, K the smallest multiple of a step's rows that is at
-least 2 / (the smallest weight), so that no source's count can fall from border to border. In a block the sources'
-rows are spread evenly, the j-th of n at (j + 1/2) / n, and those of each step are then shuffled among its lanes.
+With cumulative weights W_s (W_last = 1), source s has round(W_s n) - round(W_(s-1) n) of the first n rows, which is
+less than one row from w_s n. This holds at block boundaries, where a block has K rows. K is the smallest multiple of a
+step's rows that is at least 2 / (the smallest weight), so that no source's count can fall from boundary to boundary.
+Within a block each source's rows are spread evenly, the j-th of n at (j + 1/2) / n. Then each step's rows are shuffled
+among its lanes.
 
-Weights are rounded to multiples of 2**-60 of their sum, so that all counts are exact integers on every machine.
+Weights are rounded to multiples of 2**-60 times their sum, so that all counts are exact integers on every machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ GRID_BITS = 60
 
 
 def cumulated(weights: Sequence[float]) -> list[int]:
-    """The borders 0 .. 2**60 between the sources' shares of 2**60."""
+    """Return the boundaries 0 .. 2**60 that divide 2**60 among the sources by weight.
+
+    Raises ValueError if a weight is not positive, or its share is below SMALLEST_SHARE.
+    """
     if len(weights) == 0:
         raise ValueError("no weights: a mixture needs at least one source")
     for index, weight in enumerate(weights):
@@ -44,14 +48,14 @@ def cumulated(weights: Sequence[float]) -> list[int]:
 
 
 class _Block(NamedTuple):
-    """Of each row of a block: its source, and how many rows of this source come before it in the block."""
+    """A block's rows: each row's source, and the number of earlier rows in the block with this source."""
 
     sources: np.ndarray
     ranks: np.ndarray
 
 
 class Mixture:
-    """Which source each row of training comes from: row -> (source, the row's number among the source's rows)."""
+    """Assigns training rows to sources: row -> (source, number among the source's rows)."""
 
     def __init__(self, weights: Sequence[float], rows_per_step: int, seed: int) -> None:
         self._borders = cumulated(weights)
@@ -64,7 +68,7 @@ class Mixture:
         self._block = lru_cache(maxsize=2)(self._laid_out)
 
     def place(self, row: int) -> tuple[int, int]:
-        """A row's source, and the row's number among the source's rows."""
+        """Return a row's source, and the row's number among the source's rows."""
         if len(self._borders) == 2:
             return 0, row
         block, offset = divmod(row, self._rows_per_block)
@@ -73,12 +77,13 @@ class Mixture:
         return source, self._count(source, block * self._rows_per_block) + int(ranks[offset])
 
     def _count(self, source: int, rows: int) -> int:
-        """How many of the first `rows` rows are the source's, where a block begins."""
+        """Return how many rows before `rows`, a block boundary, belong to a source."""
         begin, end = self._borders[source : source + 2]
         rows, half = int(rows), 1 << GRID_BITS - 1  # int, because numpy's integers would overflow here
         return (end * rows + half >> GRID_BITS) - (begin * rows + half >> GRID_BITS)
 
     def _laid_out(self, block: int) -> _Block:
+        """Lay out a block's rows."""
         first = block * self._rows_per_block
         counts = [
             self._count(source, first + self._rows_per_block) - self._count(source, first)
@@ -86,7 +91,7 @@ class Mixture:
         ]
         by_source = np.repeat(np.arange(len(counts), dtype=np.uint8 if len(counts) <= 256 else np.uint16), counts)
         places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-        # A permutation of all rows, sorted stably by step, is one of each step's rows.
+        # A permutation of the block's rows, sorted stably by step, permutes the rows of each step.
         mixed = permutation(self._rows_per_block, self._seed, "mixture", block)
         mixed = mixed[np.argsort(mixed // self._rows_per_step, kind="stable")]
         sources = by_source[np.argsort(places, kind="stable")][mixed]

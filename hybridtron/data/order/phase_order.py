@@ -1,7 +1,7 @@
-"""The order of a phase: which tokens each lane reads in each step, by the seed, the sources and the phase's sizes.
+"""The order of a phase: the tokens that each lane reads in each step, by seed, sources and the phase's sizes.
 
-`windows.py`: shuffled windows of the packed text, of a mixture of sources. `lanes.py`: each lane walks one document
-after another, so that a state can be carried along (truncated backpropagation through time).
+`windows.py` gives shuffled windows from packed text, for a mixture. In `lanes.py` each lane reads one document after
+another, so that a state can be carried along (truncated backpropagation through time).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hybridtron.data.sources import Sources
 
 @dataclass(frozen=True)
 class PhaseOrder:
-    """How the rows of a phase are put together; with the sources it determines every token of every step.
+    """Settings that determine, together with the sources, every token in every step.
 
-    Each of the `lanes` reads `chunks` times seq_len tokens in a step, which make as many rows of the global batch. A
-    micro-batch holds one chunk of some lanes, or all of them where they are run `together`.
+    In a step each lane reads `chunks` times seq_len tokens, which count as `chunks` rows in the global batch. A
+    micro-batch holds `together` consecutive chunks from `micro_batch` lanes.
     """
 
     kind: Order
@@ -37,10 +37,11 @@ class PhaseOrder:
     shuffle_tokens: int
     chunks: int = 1
     together: int = 1
-    growth: Growth | None = None  # of the batch, where it does not have all its rows from the start
+    growth: Growth | None = None  # batch growth; None where all rows are read from the start
 
     @staticmethod
     def of(phase: ResolvedPhase) -> PhaseOrder:
+        """Return the settings for a resolved phase."""
         settings = phase.settings
         return PhaseOrder(
             phase.order,
@@ -57,20 +58,21 @@ class PhaseOrder:
 
     @property
     def lanes(self) -> int:
+        """Number of lanes at the full batch size."""
         return self.global_batch // self.chunks
 
     def lanes_in(self, step: int) -> int:
-        """That a step reads; fewer than there will be while the batch grows."""
+        """Return how many lanes a step reads. The number is smaller while the batch grows."""
         return self.lanes if self.growth is None else self.growth.rows(step)
 
     @property
     def tokens_per_lane(self) -> int:
-        """That one step reads."""
+        """Tokens that a lane reads in one step."""
         return self.seq_len * self.chunks
 
 
 def rows_in_order(sources: Sources, order: PhaseOrder) -> MixedWindows | Lanes:
-    """What answers (lane, step) with the row that the lane reads."""
+    """Build the row order. Its method `row(lane, step)` returns the spans that the lane reads."""
     shuffle, seed = order.shuffle_tokens, order.seed
     own_seeds = [seed_of(seed, name) for name in sources.names]  # sources must not be shuffled alike
     streams = [
@@ -87,5 +89,5 @@ def rows_in_order(sources: Sources, order: PhaseOrder) -> MixedWindows | Lanes:
 
 
 def phase_seed(seed: int, phase_index: int) -> int:
-    """64 bits from the run's seed and the phase, so that two phases on the same data read it in different orders."""
+    """Derive a 64-bit seed from the run's seed and the phase, so that phases read the same data in different orders."""
     return seed_of(seed, str(phase_index))

@@ -1,12 +1,12 @@
-"""The order of a source's documents, as a pure function of (seed, position), and where tokens are found.
+"""A source's documents in order, as a pure function of (seed, position), and the places where tokens are found.
 
-A source's documents, epoch after epoch without a gap, are one endless stream of tokens. In each epoch the shards are
-shuffled and gathered to blocks of at least `shuffle_tokens` tokens, and the documents of a block are shuffled among
-each other; so only the shards of a block or two are in use at a time, and only their documents are in memory.
+A source's documents, epoch after epoch without a gap, form one endless token stream. In each epoch the shards are
+shuffled and grouped into blocks with at least `shuffle_tokens` tokens, and each block's documents are shuffled. So only
+one or two blocks' shards are in use at a time, and only their documents' lengths are in memory.
 
-A shard is never divided: one with more than `shuffle_tokens` tokens is a block of its own, whatever its size.
+A shard is never divided, so a block is at least as large as its largest shard.
 
-All shuffles sort random words of Philox, whose output is fixed for all versions of numpy; `Generator`'s is not.
+All shuffles sort Philox random words, whose values numpy guarantees in all versions; `Generator`'s values may change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from hybridtron.data.mds.store import DocumentStore
 
 
 class Span(NamedTuple):
-    """`count` tokens of a document from its `first` on; documents are numbered through the source, shard by shard."""
+    """`count` tokens of a document, from its token `first`.
+
+    Documents are numbered through the source, shard by shard.
+    """
 
     document: int
     first: int
@@ -29,9 +32,9 @@ class Span(NamedTuple):
 
 
 class RowSpans(NamedTuple):
-    """Where the tokens of a row are, as (source, span), and the position of the first in what its lane reads.
+    """A row's tokens, as (source, span) pairs.
 
-    That is above 0 where the token follows, in the same document, what the lane read in the step before.
+    position: how far the lane had read, before this row, into the first token's document; 0 in `order=windows`
     """
 
     spans: list[tuple[int, Span]]
@@ -39,14 +42,17 @@ class RowSpans(NamedTuple):
 
 
 def permutation(count: int, seed: int, purpose: str, *numbers: int) -> np.ndarray:
-    """The numbers below `count` in random order: a pure function of its arguments."""
-    domain = repr((int(seed), purpose, *map(int, numbers))).encode()  # numpy's integers print otherwise
+    """Return the numbers below `count` in random order, as a pure function of the arguments."""
+    domain = repr((int(seed), purpose, *map(int, numbers))).encode()  # numpy's integers have another repr
     key = int.from_bytes(hashlib.blake2b(domain, digest_size=16).digest(), "little")
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 def cut(documents: np.ndarray, ends: np.ndarray, start: int, count: int) -> list[Span]:
-    """At most `count` tokens from `start` on, of documents that lie end to end and end at `ends`."""
+    """Return the spans that hold at most `count` tokens from place `start`, in documents laid end to end.
+
+    ends: the place after each document
+    """
     stop = min(start + count, int(ends[-1]))
     left = int(ends.searchsorted(start, side="right"))
     right = int(ends.searchsorted(stop)) + 1
@@ -68,15 +74,15 @@ class _Blocks(NamedTuple):
 
 
 class DocumentStream:
-    """Every document of one source, epoch after epoch, shuffled in blocks: an endless stream of tokens.
+    """Endless token stream from one source: every document, epoch after epoch, shuffled in blocks.
 
-    Without a seed the order is that of the files. Two sources that must not be shuffled alike need seeds of their own.
-    Of the documents' lengths only slices are read.
+    Without a seed, documents keep the files' order. Sources that must not be shuffled alike need different seeds.
+    Document lengths are read in slices only.
     """
 
     def __init__(self, source: DocumentStore, shuffle_tokens: int = 1, seed: int | None = None) -> None:
         self._lengths, self._shard_tokens = source.lengths, np.asarray(source.shard_tokens, dtype=np.int64)
-        self._borders = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))  # between shards, in documents
+        self._borders = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))  # shard boundaries
         if len(source.lengths) == 0:
             raise ValueError("the source has no documents")
         self.tokens_per_epoch = int(self._shard_tokens.sum())
@@ -86,7 +92,7 @@ class DocumentStream:
         self._block = lru_cache(maxsize=4)(self._arranged)
 
     def spans(self, start: int, count: int) -> list[Span]:
-        """Where the `count` tokens from position `start` of the stream on are found, document by document."""
+        """Return the spans that hold `count` tokens from stream position `start`, document by document."""
         spans = []
         while count:
             documents, ends, offset = self._block_at(start)
@@ -96,12 +102,12 @@ class DocumentStream:
         return spans
 
     def border(self, position: int) -> int:
-        """The position of the first document that starts at `position` or after it."""
+        """Return the position where the next document starts, at `position` or later."""
         _, ends, offset = self._block_at(position)
         return position + int(ends[ends.searchsorted(offset)]) - offset if offset else position
 
     def documents(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents between two borders and their lengths, both int64."""
+        """Return the numbers and lengths of the documents between two document boundaries, both int64."""
         numbers, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         while start < end:
             documents, ends, offset = self._block_at(start)
@@ -116,7 +122,7 @@ class DocumentStream:
         return np.concatenate(numbers), np.concatenate(lengths)
 
     def _block_at(self, position: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """The documents of the block around a position of the stream, their ends, and the position in the block."""
+        """Return the block around a stream position: its documents, their ends, and the position within the block."""
         epoch, offset = divmod(position, self.tokens_per_epoch)
         turn = 0 if self._seed is None else epoch
         starts = self._blocks(turn).starts
@@ -125,6 +131,7 @@ class DocumentStream:
         return documents, ends, offset - int(starts[number])
 
     def _gathered(self, epoch: int) -> _Blocks:
+        """Shuffle an epoch's shards, and group them into blocks."""
         shards = np.flatnonzero(np.diff(self._borders))
         if self._seed is not None:
             shards = shards[permutation(len(shards), self._seed, "shards", epoch)]
@@ -135,11 +142,11 @@ class DocumentStream:
             cuts.append(last + 1)
             starts.append(int(ends[last]))
         if len(cuts) > 2 and 2 * (starts[-1] - starts[-2]) < self._shuffle_tokens:
-            del cuts[-2], starts[-2]  # a small rest would be hardly shuffled
+            del cuts[-2], starts[-2]  # a small rest joins the block before it: alone it would hardly be shuffled
         return _Blocks(shards, cuts, np.array(starts))
 
     def _arranged(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of a block in their order, and the end of each within the block; both int64."""
+        """Return a block's documents in order, and each document's end within the block, both int64."""
         shards, cuts, starts = self._blocks(epoch)
         runs = [self._borders[shard : shard + 2].tolist() for shard in shards[cuts[number] : cuts[number + 1]]]
         documents = np.concatenate([np.arange(first, end) for first, end in runs])

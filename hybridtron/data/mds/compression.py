@@ -1,8 +1,8 @@
-"""Compressed shards: packed for folders that ask for it, and unpacked to the size that is stated, never to more.
+"""Compressed shards: compressing for folders that ask for it, and decompressing to the stated size, never to more.
 
-A hundred kilobytes can unpack to gigabytes, so no algorithm is run before it is certain that it stops: by a limit of
-its own where it has one, else because the data itself says how much it makes, which the algorithm then holds it to.
-Folders of our own know zstd alone; the others occur in MDS folders that other programs wrote.
+A hundred kilobytes can decompress to gigabytes. So an algorithm runs only if it is certain to stop: by its own output
+limit, or because the data states its decompressed size, which the algorithm then enforces. Our own folders use zstd
+alone; the other algorithms occur in MDS folders that other programs wrote.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.storage.attempts import Damaged
 from hybridtron.storage.digest import digest_of
 
-LARGEST_SHARD = 2**32  # bytes: an MDS shard gives its offsets in 32 bits
-USUAL_LEVEL = 3  # of zstd, where none is named: what mosaicml-streaming takes too
-_PACKAGES = {"zstd": "zstd", "br": "brotli", "snappy": "python-snappy"}  # what pip installs
+LARGEST_SHARD = 2**32  # bytes: an MDS shard stores its offsets in 32 bits
+USUAL_LEVEL = 3  # level of zstd where none is named, as in mosaicml-streaming
+_PACKAGES = {"zstd": "zstd", "br": "brotli", "snappy": "python-snappy"}  # names for pip
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_RLE = 1  # a zstd block that holds one byte, for any number of it
+_RLE = 1  # type of a zstd block that stores one byte and how often it repeats
 
 
 def packed(compression: str, data: bytes) -> bytes:
-    """Data compressed by `zstd` or `zstd:LEVEL`."""
+    """Compress data by `zstd` or `zstd:LEVEL`; raise ValueError for another algorithm."""
     kind, _, level = compression.partition(":")
     if kind != "zstd":
         raise ValueError(f"shards are written as zstd or zstd:LEVEL, not as {compression}")
@@ -35,7 +35,12 @@ def packed(compression: str, data: bytes) -> bytes:
 
 
 def unpacked_shard(compression: str, shard: DataShard, digest: str | None, stored: Path) -> bytes:
-    """A compressed shard as it is read, of which the digest may be unknown; Damaged where a byte of it is another."""
+    """Read and decompress a shard; raise Damaged if its size or digest is wrong, or if it does not decompress.
+
+    digest: the stored file's digest; None if it is unknown
+
+    The caller checks the digest after decompression.
+    """
     try:
         data = read_regular(stored, shard.packed or 0)
         if len(data) != shard.packed:
@@ -48,14 +53,14 @@ def unpacked_shard(compression: str, shard: DataShard, digest: str | None, store
 
 
 def unpacked(compression: str, data: bytes, size: int) -> bytes:
-    """The `size` bytes that compressed data makes; ValueError where it makes another number, or is damaged."""
+    """Decompress data to exactly `size` bytes; raise ValueError if it makes another number, or is damaged."""
     if not 0 <= size <= LARGEST_SHARD:
         raise ValueError(f"is said to have {size} bytes; a shard has at most {LARGEST_SHARD}")
     try:
         made = _made(compression.split(":")[0], data, size)
     except (ValueError, ImportError):
         raise
-    except Exception as error:  # every algorithm has its own
+    except Exception as error:  # every algorithm has its own errors
         raise ValueError(f"can't be decompressed: {error}") from error
     if len(made) != size:
         more = "more than " if len(made) > size else f"{len(made)} of "
@@ -64,7 +69,7 @@ def unpacked(compression: str, data: bytes, size: int) -> bytes:
 
 
 def _made(kind: str, data: bytes, size: int) -> bytes:
-    """At least enough that a wrong size is seen, and at most a byte more than stated."""
+    """Decompress data, to at most one byte more than `size`. That byte reveals a wrong size."""
     if kind == "gz":
         return gzip.GzipFile(fileobj=io.BytesIO(data)).read(size + 1)
     if kind == "bz2":
@@ -93,12 +98,15 @@ def _package(kind: str) -> Any:
 
 
 def _stated_by_zstd(data: bytes) -> int:
-    """The size in the header of the one frame that a compressed shard is (RFC 8878, 3.1.1)."""
+    """Return the decompressed size that a zstd frame's header states (RFC 8878, 3.1.1).
+
+    Raises ValueError unless the data is exactly one complete frame.
+    """
     if data[:4] != _ZSTD_MAGIC or len(data) < 6:
         raise ValueError("can't be decompressed: it does not start as zstd does")
     described = data[4]
     alone, place = described >> 5 & 1, 5
-    place += (not alone) + (0, 1, 2, 4)[described & 3]  # the window and a dictionary's number
+    place += (not alone) + (0, 1, 2, 4)[described & 3]  # window descriptor and dictionary id
     width = (alone, 2, 4, 8)[described >> 6]
     if not width:
         raise ValueError("can't be decompressed: it does not say how much it makes")
@@ -114,7 +122,7 @@ def _stated_by_zstd(data: bytes) -> int:
 
 
 def _stated_by_snappy(data: bytes) -> int:
-    """The number at the start: seven bits a byte, the last without its eighth."""
+    """Return the size stated at the start: seven bits a byte, with the eighth bit cleared in the last byte."""
     stated = 0
     for place, byte in enumerate(data[:5]):
         stated |= (byte & 127) << 7 * place

@@ -1,15 +1,15 @@
-"""An MDS shard as it lies on disk. Neither torch nor streaming is needed.
+"""An MDS shard's layout on disk. Needs neither torch nor mosaicml-streaming.
 
     uint32 count, uint32 offsets[count + 1], the writer's settings as JSON, then the samples, end to end
-    a sample: uint32 size of each column that has no fixed one, then the columns, by their names in order
+    a sample: uint32 size of each column without a fixed size, then the columns, in the order of their names
     a column of tokens: uint8 dimensions * 4 + log2(bytes of each), the dimensions, the tokens
 
-Folders of our own have the column `tokens`, of one dimension, and where not every token is learned a column `mask`, a
-byte for each token: 1 where it is learned, as a label. A column is what every reader of MDS understands, and whatever
-moves or checks a shard carries the mask with its tokens; bits instead of bytes would need a decoder of our own, and
-compression packs them as well. What a sample takes then follows from its length, so that every offset can be checked
-against lengths.npy; the tokens of a sample are its last bytes, the mask stands before them. The functions here describe
-faults in words; what follows from one is for the caller.
+Our own folders have a column `tokens` with one dimension. Where not every token is learned, they have a column `mask`
+too, with a byte for each token: 1 where it is learned, as a label. Every MDS reader understands a column, and code that
+copies or checks a shard carries the mask along with its tokens. Bits instead of bytes would need a decoder of our own,
+and compression packs bytes as well. A sample's size then follows from its length, so every offset can be checked
+against lengths.npy. The tokens are a sample's last bytes, and the mask precedes them. The functions here describe
+faults in words; their callers decide how to handle them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS, MASK = "tokens", "mask"  # the columns of our own folders
 
 
 def encoded(*columns: np.ndarray) -> bytes:
-    """A sample of columns of one dimension, each of at least one entry."""
+    """Encode a sample from one-dimensional columns with at least one entry each."""
     shapes = [_shape(len(column)) for column in columns]
     sizes = [len(shape) + column.nbytes for shape, column in zip(shapes, columns, strict=True)]
     values = [shape + column.tobytes() for shape, column in zip(shapes, columns, strict=True)]
@@ -37,28 +37,31 @@ def encoded(*columns: np.ndarray) -> bytes:
 
 
 def _shape(count: int) -> bytes:
-    """What stands before the entries of a column of one dimension."""
+    """Encode the header of a one-dimensional column, which precedes its entries."""
     width = 0 if count < 2**8 else 1 if count < 2**16 else 2
     return bytes([1 << 2 | width]) + count.to_bytes(1 << width, "little")
 
 
 def mask_start(end: int, tokens: int, itemsize: int) -> int:
-    """Where the mask of a sample begins that ends there and has so long a document."""
+    """Return where a sample's mask begins, given the sample's end and its number of tokens.
+
+    itemsize: bytes per token
+    """
     return end - tokens * itemsize - len(_shape(tokens)) - tokens
 
 
 def assembled(samples: list[bytes], settings: bytes) -> bytes:
-    """A shard of encoded samples."""
+    """Join encoded samples into a shard."""
     first = WORD * (len(samples) + 2) + len(settings)
     ends = first + np.cumsum([0, *map(len, samples)])
     return b"".join([np.uint32(len(samples)).tobytes(), ends.astype(np.uint32).tobytes(), settings, *samples])
 
 
 def read_column(entry: dict[str, Any], name: str, data: bytes) -> Iterator[tuple[str | np.ndarray, int]]:
-    """The values of one column of a raw shard, and where each one's sample ends; ValueError where it is damaged.
+    """Yield a column's values in a raw shard, each with its sample's end; raise ValueError if the shard is damaged.
 
-    The column is a `str` or an `ndarray:DTYPE`, flattened. No other is decoded: among them may be pickles, which run
-    whatever program they hold.
+    The column is a `str`, or an `ndarray:DTYPE`, which is flattened. Other encodings are not decoded: some are pickles,
+    which can run any program.
     """
     place, sizes = entry["column_names"].index(name), entry["column_sizes"]
     encoding = entry["column_encodings"][place]
@@ -76,12 +79,12 @@ def read_column(entry: dict[str, Any], name: str, data: bytes) -> Iterator[tuple
 
 def _flat_array(encoding: str, value: bytes) -> np.ndarray:
     _, dtype, *fixed_shape = encoding.split(":")
-    # A fixed shape stands in the index, another one before the entries.
+    # A fixed shape is in the index; another shape precedes the entries.
     return np.frombuffer(value, dtype, offset=0 if fixed_shape else 1 + (value[0] >> 2) * (1 << (value[0] & 3)))
 
 
 def read_offsets(data: bytes | mmap, shard: DataShard) -> np.ndarray:
-    """Where the samples of a raw shard begin, and where the last one ends; ValueError if it holds other samples."""
+    """Return the offsets of a raw shard's samples and its end; raise ValueError if the number of samples is wrong."""
     count = int(np.frombuffer(data, np.uint32, 1)[0]) if len(data) >= WORD else 0
     if count != shard.documents:
         raise ValueError(f"holds {count} samples, and its manifest says {shard.documents}")
@@ -91,10 +94,10 @@ def read_offsets(data: bytes | mmap, shard: DataShard) -> np.ndarray:
 
 
 def wrong_samples(offsets: np.ndarray, lengths: np.ndarray, itemsize: int, size: int, masked: bool) -> np.ndarray:
-    """The samples whose bytes do not have the size that documents of these lengths take, or do not lie in the shard."""
+    """Return indexes of samples with a size that does not fit their document's length, or a place outside the shard."""
     begins, ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64)
     tokens = lengths.astype(np.int64)
-    around = WORD + 1 + np.select([tokens < 2**8, tokens < 2**16], [1, 2], 4)  # of each column
+    around = WORD + 1 + np.select([tokens < 2**8, tokens < 2**16], [1, 2], 4)  # header bytes of a column
     needed = around + tokens * itemsize + masked * (around + tokens)
     fits = (ends - begins == needed) & (ends <= size)
     return np.flatnonzero(~fits | (begins < WORD * (len(tokens) + 2)))

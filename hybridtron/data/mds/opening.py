@@ -1,4 +1,4 @@
-"""Opening a folder of prepared tokens, here or in a store: everything but its shards is there and right afterwards."""
+"""Opening prepared folders by path or URL. Opening a URL brings every file but the shards into the cache, verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Opened = TypeVar("Opened")
 
 
 def open_folder(path: str, cache: CacheOptions) -> TokenFolder:
-    """A folder of prepared tokens by its path or its URL; FolderError if it can't be used."""
+    """Open a prepared folder by its path or URL; raise FolderError if it can't be used."""
     if not is_url(path):
         folder = TokenFolder.open(Path(path))
     else:
@@ -30,7 +30,7 @@ def open_folder(path: str, cache: CacheOptions) -> TokenFolder:
 
 
 def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
-    """FolderError if so little may be kept that shards would be evicted before they are read."""
+    """Raise FolderError if the cache is limited so tightly that shards would be evicted before they are read."""
     manifest = folder.manifest
     if cache.limit is None or (folder.remote is None and manifest.compression is None):
         return
@@ -44,7 +44,7 @@ def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
 
 
 def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
-    """Bring all but the shards of a remote folder into the cache: the manifest always, the rest where it differs."""
+    """Fetch all files of a remote folder except its shards: the manifest always, the others if they differ."""
     entry = CacheEntry(cache, url)
     try:
         remote = remote_of(url, cache.patience)
@@ -65,6 +65,7 @@ def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
 
 
 def _json_text(path: Path) -> str:
+    """Read a file of JSON; raise Damaged if it does not parse."""
     text = path.read_bytes()
     try:
         json.loads(text)
@@ -74,5 +75,6 @@ def _json_text(path: Path) -> str:
 
 
 def _check_digest(digest: str, path: Path) -> None:
+    """Raise Damaged unless the file has this digest."""
     if digest_of(path.read_bytes()) != digest:
         raise Damaged("differs from its digest in the manifest")

@@ -1,11 +1,10 @@
-"""The store of documents: any span of any document, from a folder on this machine, or from a URL through the cache.
+"""Random access to documents: any span of any document, from a local folder, or from a URL through the cache.
 
-A local folder without compression is read in place. Other shards are fetched into the cache when they are first used
-(`storage/fetch.py`), or ahead of that by `prepare`. Either way the digest of a shard's bytes is right before a token of
-it is returned, and is computed once per file (`storage/cache.py`). The order in which documents are read, and by which
-process, is not decided here.
+A local folder without compression is read in place. Other shards are fetched into the cache at first use
+(`storage/fetch.py`), or in advance by `prepare`. A shard's digest is verified before a token from it is returned, once
+per file (`storage/cache.py`). Other modules decide which process reads which documents, and in which order.
 
-A fault ends in DataError, or FolderError while a dataset is opened; it never ends the data.
+A fault raises DataError, or FolderError while a folder is opened. It never looks like the end of the data.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ THREADS = 4  # shards that `prepare` fetches at a time
 
 
 class DataError(StorageError):
-    """Reading failed. Names the dataset, the shard, and the sample where one is concerned."""
+    """Raised when reading fails. The message names the dataset, the shard and, if one is concerned, the sample."""
 
 
 class _Mapped(NamedTuple):
@@ -51,7 +50,7 @@ class _Mapped(NamedTuple):
 
 
 class DocumentStore:
-    """The documents of one source and split."""
+    """Reads the documents in one split of a source."""
 
     def __init__(self, folder: TokenFolder, split: str, source: str, cache: CacheOptions) -> None:
         manifest = folder.manifest
@@ -60,7 +59,7 @@ class DocumentStore:
         self._where = f"{split}/{source}"
         place = folder.remote or str(folder.path.resolve())
         self._entry = CacheEntry(cache, place)
-        self._remote = None  # where shards are fetched from, unless they are read in place
+        self._remote = None  # the place that shards are fetched from; None if they are read in place
         if folder.remote is not None or manifest.compression is not None:
             check_limit(folder, cache)
             self._remote = remote_of(place, cache.patience)
@@ -76,21 +75,25 @@ class DocumentStore:
         self._mapped: OrderedDict[int, _Mapped] = OrderedDict()
 
     def shard_of(self, document: int) -> int:
-        """The shard that holds a document."""
+        """Return the shard that holds a document; raise IndexError if there is no such document."""
         if not 0 <= document < len(self.lengths):
             raise IndexError(f"{self._name} has {len(self.lengths)} documents; there is no {document}")
         return bisect_right(self._ends, document)
 
     def read(self, document: int, first: int, count: int) -> np.ndarray:
-        """`count` tokens of a document from its token `first` on: a view, to be copied by who keeps it.
+        """Return `count` tokens of a document from its token `first`, as a view into the shard. Copy it to keep it.
 
-        That they are tokens of the vocabulary is cheaper to see of many spans at once; `check` looks at one.
+        Tokens are not compared with the vocabulary here: callers do that for many spans at once, and `check` for one
+        span.
         """
         mapped, end, left = self._place(document, first, count)
         return np.frombuffer(mapped.data, self._dtype, count, end - left * self._itemsize)
 
     def read_mask(self, document: int, first: int, count: int) -> np.ndarray:
-        """Which of these tokens are learned, as labels: all of them where the document's shard has no masks."""
+        """Return True for each token in a span that is learned, as a label.
+
+        Without masks in the shard, all are learned.
+        """
         if self._shards[bisect_right(self._ends, document)].learned is None:
             return np.ones(count, np.bool_)
         mapped, end, left = self._place(document, first, count)
@@ -98,7 +101,7 @@ class DocumentStore:
         return np.frombuffer(mapped.data, np.uint8, count, start) != 0
 
     def _place(self, document: int, first: int, count: int) -> tuple[_Mapped, int, int]:
-        """The open shard with a document's tokens, where its sample ends there, and how many there are from `first`."""
+        """Find a document: return its open shard, its sample's end there, and its number of tokens from `first`."""
         shard = bisect_right(self._ends, document)
         try:
             mapped = self._mapped[shard]
@@ -114,7 +117,7 @@ class DocumentStore:
         return mapped, mapped.offsets.item(sample + 1), left
 
     def check(self, document: int, first: int, count: int) -> None:
-        """DataError, with the names of shard and sample, where a span has a token beyond the vocabulary."""
+        """Raise DataError, with the names of shard and sample, if a span has a token beyond the vocabulary."""
         largest = self.read(document, first, count).max(initial=0)
         if largest >= self.vocab_size:
             shard = self.shard_of(document)
@@ -126,11 +129,11 @@ class DocumentStore:
 
     @property
     def fetches(self) -> bool:
-        """Whether shards come from elsewhere, and so are worth asking for side by side."""
+        """True if shards are not read in place, so that requesting several in parallel saves time."""
         return self._remote is not None
 
     def prepare(self, shards: Iterable[int]) -> None:
-        """Make shards present and verified; those that are missing are fetched side by side."""
+        """Make shards present and verified. Missing shards are fetched in parallel."""
         wanted = [shard for shard in dict.fromkeys(shards) if shard not in self._mapped]
         if not wanted:
             return
@@ -149,7 +152,7 @@ class DocumentStore:
         return f"{self.folder.name}: shard {self._where}/{self._shards[shard].file}"
 
     def _map(self, shard: int, document: int) -> _Mapped:
-        """Open a shard for reading, and drop those that are too many or no longer in the cache."""
+        """Open a shard for reading. Closes shards that are too many, or no longer in the cache."""
         self.shard_of(document)
         try:
             path, data = self._acquire(shard)
@@ -173,7 +176,7 @@ class DocumentStore:
         return mapped
 
     def _acquire(self, shard: int) -> tuple[Path, mmap]:
-        """A shard's file and its bytes, fetched if need be, and verified."""
+        """Return a shard's path and its verified bytes. The shard is fetched if necessary."""
         of_shard = self._shards[shard]
         key = f"{self._where}/{of_shard.file}"
         opened = partial(self._entry.open, key=key, size=of_shard.size, digest=of_shard.digest)
@@ -196,7 +199,10 @@ class DocumentStore:
             raise DataError(f"{self._shard_name(shard)} {error}") from error
 
     def _drop_maps(self) -> None:
-        """Room for one more map. What was evicted takes its disk until it is unmapped, so it goes first."""
+        """Unmap the oldest shards to make room for one more, and every evicted shard.
+
+        An evicted file occupies the disk until it is unmapped.
+        """
         for shard, mapped in list(self._mapped.items()):
             if len(self._mapped) >= MAPPED or (self._remote is not None and _inode(mapped.file) != mapped.inode):
                 self._mapped.pop(shard, None)

@@ -1,8 +1,8 @@
-"""Every byte of a prepared folder checked against its manifest: every fault is reported, not only the first.
+"""Verification of a prepared folder: every byte is checked against the manifest, and every fault reported.
 
-Opening a folder looks at sizes, and reading looks at the shards that are read; this looks at all of it: indexes,
-digests of shards as they are stored and as they are read, offsets, lengths, token ids, masks, the eos of each document,
-sums, and the tokenizer. It changes nothing. What the text says, or how well it was tokenized, it can't judge.
+Opening a folder checks sizes, and reading checks the shards that are read. This checks everything: indexes, shards'
+digests as stored and as read, offsets, lengths, token ids, masks, each document's eos, sums, and the tokenizer. It
+changes nothing. It cannot judge the text itself, or how well it was tokenized.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPORTED = 20  # wrong samples of one shard that are reported one by one
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What was looked at, and what was wrong with it: each fault begins with the name of its file."""
+    """Counts of the verified items, and all faults. Each fault begins with the name of its file."""
 
     sources: int
     shards: int
@@ -39,7 +39,10 @@ class FolderReport:
 
 
 class ShardTask(NamedTuple):
-    """One shard to look at, and the manifest without its sources. Digest and lengths are None where they are broken."""
+    """One shard to verify, and the manifest without its sources.
+
+    Digest and lengths are None where they are not known.
+    """
 
     stored: str
     shard: DataShard
@@ -49,7 +52,10 @@ class ShardTask(NamedTuple):
 
 
 def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lambda done, whole: None) -> FolderReport:
-    """Look at a folder, its shards by N processes; after each, `watch` is called with the number done and the whole."""
+    """Verify a folder, its shards in `workers` processes.
+
+    watch: called after each shard with the number done and the total
+    """
     try:
         inside(path, "manifest.json")
         folder = TokenFolder.unchecked(path)
@@ -69,7 +75,7 @@ def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lam
 
 
 def tokenizer_faults(folder: TokenFolder) -> Iterator[str]:
-    """The tokenizer against the manifest's digest and vocabulary."""
+    """Yield faults of the tokenizer, compared with the manifest's digest and vocabulary."""
     from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 
     try:
@@ -86,7 +92,7 @@ def tokenizer_faults(folder: TokenFolder) -> Iterator[str]:
 
 
 def source_faults(folder: TokenFolder, split: str, source: str) -> tuple[list[str], list[ShardTask]]:
-    """What is wrong with a source's index and lengths, and its shards to look at."""
+    """Return the faults of a source's index and lengths, and a task for each of its shards."""
     where, shards = f"{split}/{source}", folder.manifest.splits[split][source].shards
     faults: list[str] = []
     digests: list[str | None] = [None] * len(shards)
@@ -109,7 +115,7 @@ def source_faults(folder: TokenFolder, split: str, source: str) -> tuple[list[st
 
 
 def shard_faults(root: Path, tasks: list[ShardTask], workers: int, watch: Callable[[int, int], None]) -> list[str]:
-    """What is wrong with the shards, in their order."""
+    """Verify shards in parallel; return their faults in the shards' order."""
     found: list[list[str]] = [[] for _ in tasks]
     done = 0
     try:
@@ -124,7 +130,7 @@ def shard_faults(root: Path, tasks: list[ShardTask], workers: int, watch: Callab
 
 
 def faults_of(root: Path, task: ShardTask) -> Iterator[str]:
-    """What is wrong with one shard. What is in it is looked at where its bytes are those that were written."""
+    """Yield the faults of one shard. Samples are checked only if the shard's bytes are as written."""
     try:
         data = _content(inside(root, task.stored), task)
         offsets = read_offsets(data, task.shard)
@@ -138,6 +144,7 @@ def faults_of(root: Path, task: ShardTask) -> Iterator[str]:
 
 
 def _content(file: Path, task: ShardTask) -> bytes:
+    """Return a shard's decompressed bytes; raise Damaged if a size or digest is wrong."""
     shard, compression = task.shard, task.manifest.compression
     if compression is not None:
         data = unpacked_shard(compression, shard, task.packed_digest, file)
@@ -149,7 +156,7 @@ def _content(file: Path, task: ShardTask) -> bytes:
 
 
 def _sample_faults(task: ShardTask, data: bytes, offsets: np.ndarray, lengths: np.ndarray) -> Iterator[str]:
-    """Sizes, sums and tokens of the samples; the first few of each shard are named."""
+    """Yield faults in sample sizes, sums and tokens. Only the first REPORTED wrong samples are named."""
     if (total := int(lengths.sum(dtype=np.int64))) != task.shard.tokens:
         yield f"has {total} tokens by lengths.npy, and {task.shard.tokens} by the manifest"
     dtype, masked = np.dtype(task.manifest.dtype), task.shard.learned is not None

@@ -1,8 +1,8 @@
-"""Documents of tokens -> MDS shards of a folder, and the entries that its index.json has of them.
+"""Writing MDS shards: tokenized documents -> shards in a folder, and their entries for its index.json.
 
-Files and entries are, byte by byte, those of mosaicml-streaming's MDSWriter with the same settings, so that its own
-tools read them; a test compares. One thing differs: where the very first document is larger than a shard, it writes an
-empty shard before it, and this does not.
+Files and entries equal, byte for byte, those that mosaicml-streaming's MDSWriter writes with the same settings, so that
+its own tools read them; a test compares them. One case differs: if the very first document is larger than a shard,
+MDSWriter writes an empty shard before it, and this writer does not.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from hybridtron.storage.digest import digest_of
 
 
 class ShardWriter:
-    """Writes a shard whenever the next document would make it larger than `size_limit` bytes, before compression.
+    """Collects documents, and writes a shard before it would exceed `size_limit` bytes, uncompressed.
 
-    `part` is what the names of its shards begin with. With `masked` a document has a mask beside its tokens.
+    part: prefix of its shards' names
+    masked: whether each document has a mask beside its tokens
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class ShardWriter:
         self.folder, self.compression, self.part = folder, compression, part
         self.entries: list[dict[str, Any]] = []
         self.lengths: list[int] = []
-        self.learned: list[int] | None = [] if masked else None  # tokens of each document
+        self.learned: list[int] | None = [] if masked else None  # number of learned tokens of each document
         encodings = {**({MASK: "ndarray:uint8"} if masked else {}), TOKENS: f"ndarray:{dtype}"}
         self._settings = {
             "version": VERSION,
@@ -51,12 +52,12 @@ class ShardWriter:
             "column_sizes": [None] * len(encodings),
         }
         self._settings_text = json.dumps(self._settings, sort_keys=True).encode()
-        self._room = size_limit - 2 * WORD - len(self._settings_text)  # for samples, each with its offset
+        self._room = size_limit - 2 * WORD - len(self._settings_text)  # bytes for samples, each with its offset
         self._samples: list[bytes] = []
         self._taken = 0
 
     def write(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """Add a document, of the writer's dtype, and where documents have one its mask: 1 for each learned token."""
+        """Add a document with the writer's dtype and, if the writer is `masked`, its mask: 1 for each learned token."""
         assert (mask is None) == (self.learned is None)
         columns = [tokens]
         if mask is not None and self.learned is not None:
@@ -70,7 +71,7 @@ class ShardWriter:
         self._taken += len(sample) + WORD
 
     def finish(self) -> None:
-        """Write the shard that is begun, if one is."""
+        """Write the current shard, if it has documents."""
         if not self._samples:
             return
         name, stored = f"{self.part}shard.{len(self.entries):05}.mds", assembled(self._samples, self._settings_text)
@@ -85,7 +86,7 @@ class ShardWriter:
 
 
 def index_text(entries: list[dict[str, Any]]) -> bytes:
-    """The index.json of a folder with these shards."""
+    """Return the index.json for these shards."""
     return json.dumps({"version": VERSION, "shards": entries}, sort_keys=True).encode()
 
 

@@ -1,1 +1,1 @@
-"""The modules of mixers. The registry stands in `architecture`: each spec names its module."""
+"""Torch modules of the mixers. The registry is in `architecture`: each spec names its module."""

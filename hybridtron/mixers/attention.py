@@ -1,4 +1,7 @@
-"""The attention mixer (equations in `architecture/attention.py`): full or sliding window, grouped queries, RoPE."""
+"""Attention mixer (equations in `architecture/attention.py`): full or sliding window, grouped queries, RoPE.
+
+`Heads` holds everything around the attention itself, so that other kinds can share it; `Attention` adds the causal op.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ from hybridtron.parallel.linear import InParts, TensorGroup, column_parallel, pr
 
 
 class Heads(Mixer):
-    """Projections, short convolutions, norms and positions around what a subclass does with queries, keys and values.
+    """Base class for attention mixers: projections, short convolutions, norms, positions and output gate.
 
-    State: `q_conv`, `kv_conv` (B, W - 1, channels) where a short convolution is used, and what the subclass carries.
+    Subclasses implement `attend`, which combines queries, keys and values. State: `q_conv` and `kv_conv` (B, W - 1,
+    channels) if there is a short convolution, and the parts that the subclass carries.
     """
 
-    attention = staticmethod(attention)  # an exported model puts the kernel here that transformers was asked for
+    attention = staticmethod(attention)  # an exported model replaces it by the kernel that transformers selects
 
     def __init__(self, spec: HeadsSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -37,7 +41,7 @@ class Heads(Mixer):
         queries, keys = spec.channels(sizes)
         whole_kv = spec.parameters(sizes)["kv.weight"].cut_over("tensor", tensor.size) is None
         self.kv_heads = tensor.groups_used(spec.heads, spec.groups()) if whole_kv and tensor.size > 1 else None
-        self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that share the keys of a token
+        self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that divide a token's keys
         read = spec.input_width(sizes)
         self.q = column_parallel(read, queries, tensor)
         self.kv = column_parallel(read, 2 * keys, self.keys_over)
@@ -91,17 +95,24 @@ class Heads(Mixer):
         return Out(self.out(y_LBC), {**new, **kept}, {})
 
     def project(self, x_LBD: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
-        """Queries, keys and values, apart where `parts` are their channels, and what the gate is made of."""
+        """Return queries, keys and values, and the gate's logits if there is a gate.
+
+        `parts` are the channel counts of keys and values, to return them separately; if empty, they stay one tensor.
+        """
         return projected(x_LBD, self.tensor, *self.input_layers(parts))
 
     def input_layers(self, parts: Sequence[int]) -> list[nn.Module | InParts]:
+        """Return the input's projections, in the order of `project`'s outputs."""
         return [self.q, InParts(self.kv, parts), *([] if self.gate is None else [self.gate])]
 
     @abstractmethod
     def attend(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:
-        """The heads' outputs, and what is carried; queries and keys are rotated, and of this rank's heads."""
+        """Return the heads' outputs and the state to carry.
+
+        Queries and keys are rotated already, and hold this rank's heads only.
+        """
 
     def attend_within(
         self,
@@ -113,7 +124,10 @@ class Heads(Mixer):
         seq: SeqInfo,
         form: Callable[[AttentionInputs], Tensor] | None = None,
     ) -> tuple[Tensor, State]:
-        """Attention in a window or without one, of a form if one is given, and the keys and values that are kept."""
+        """Apply causal attention, in a window if one is given; return outputs and the keys and values to carry.
+
+        `form` replaces the attention op.
+        """
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         memory = memory_before(k_BLGK, v_BLGK, window, memory, seq)
         inputs = AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory, seq.borders_E)
@@ -126,7 +140,7 @@ class Heads(Mixer):
 
 
 def over_all_ranks(inputs: RMSNormInputs, tensor: TensorGroup) -> Tensor:
-    """RMSNorm over channels of which each rank has a share."""
+    """Apply RMSNorm over channels that tensor-parallel ranks divide."""
     if tensor.size == 1:
         return rms_norm(inputs)
     wide = at_least_fp32(inputs.x)
@@ -135,8 +149,11 @@ def over_all_ranks(inputs: RMSNormInputs, tensor: TensorGroup) -> Tensor:
 
 
 class Attention(Heads):
-    """State: rotated `keys` and `values` of the tokens that later ones may see (B, M, G, K), of which the last
-    `length` (B,) are real."""
+    """Causal attention, full or in a window.
+
+    State: rotated `keys` and `values` (B, M, G, K) of the tokens that later ones may see. The last `length` (B,) of the
+    M tokens are real, the others padding.
+    """
 
     def __init__(self, spec: AttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)

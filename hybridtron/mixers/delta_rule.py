@@ -1,4 +1,8 @@
-"""The delta rule's kinds (`architecture/delta_rule.py`): linear attention over queries and keys of length 1."""
+"""Base of the mixers with the delta rule (`architecture/delta_rule.py`).
+
+They are linear attention whose queries and keys are normalized to length 1. Gated DeltaNet and KDA differ in their
+decays.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,14 @@ from hybridtron.parallel.context import read_twice, scan_from
 from hybridtron.parallel.linear import TensorGroup
 
 LENGTH_EPS = 1e-6
-"""Added to the square of a query's or key's length; the same as elsewhere, so that weights mean the same."""
+"""Added to the squared length of a query or key; the value that other implementations use, for equal results."""
 
 
 class DeltaRule(LinearAttention):
-    """`ssm` is (B, H, N, P). Legend: G = N where every key channel has a decay, or 1 where a head has one."""
+    """Linear attention with the delta rule. Its state `ssm` is (B, H, N, P).
+
+    Legend: G = N where every key channel has a decay, or 1 where a head has one.
+    """
 
     def __init__(self, spec: DeltaRuleSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
@@ -36,7 +43,7 @@ class DeltaRule(LinearAttention):
         k_BLHN = self.for_every_head(of_length(given.k_BLKN, 1.0))
         a_BLX, b_BLH = (part.transpose(0, 1) for part in self.decays_and_steps(given.x_LBD))
         beta_BLH = self.reach * torch.sigmoid(at_least_fp32(b_BLH))
-        # in fp32: sums of many follow
+        # in fp32, since the op sums many of them
         steps_BLHG = F.softplus(at_least_fp32(a_BLX) + self.dt_bias).unflatten(-1, (self.heads, -1))
         g_BLHG = -torch.exp(self.A_log).unsqueeze(-1) * steps_BLHG
         seq = given.seq
@@ -48,15 +55,18 @@ class DeltaRule(LinearAttention):
 
     @abstractmethod
     def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        """a and b of this rank's heads, tokens first; all of a side by side."""
+        """Return the logits of decays (a) and steps (b) for this rank's heads, tokens first.
+
+        Where every key channel has a decay, a's last axis is heads x key channels.
+        """
 
     def for_every_head(self, x_BLKN: Tensor) -> Tensor:
-        """Each of K heads as many times as there are heads of values for it."""
+        """Repeat each of the K key heads for all value heads that it serves."""
         return x_BLKN.unsqueeze(3).expand(-1, -1, -1, self.heads // self.key_heads, -1).flatten(2, 3)
 
 
 def of_length(x_BLKN: Tensor, length: float) -> Tensor:
-    """Every head's vector, scaled: x / |x| is the RMSNorm whose weight is 1 / sqrt(N).
+    """Scale every head's vector to a given length: x / |x| is the RMSNorm whose weight is 1 / sqrt(N).
 
     The weight is in fp32. Rounded to bf16 it could make all keys too long, by up to 0.4%, and steps near 2 would then
     enlarge the state.

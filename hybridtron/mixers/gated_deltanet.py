@@ -11,7 +11,7 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel
 
 
 class GatedDeltaNet(DeltaRule):
-    """A projection to decays and steps beside what the kinds share."""
+    """The delta rule with one projection to all heads' decays and steps."""
 
     def __init__(self, spec: GatedDeltaNetSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)

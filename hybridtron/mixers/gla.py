@@ -1,4 +1,4 @@
-"""Gated linear attention (equations in `architecture/gla.py`): linear attention with decays by key channel."""
+"""Gated linear attention (equations in `architecture/gla.py`): linear attention with a decay per key channel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel
 
 
 class GLA(LinearAttention):
-    """`ssm` is (B, H, N, P)."""
+    """Linear attention with a decay per key channel. Its state `ssm` is (B, H, N, P)."""
 
     def __init__(self, spec: GLASpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
@@ -37,6 +37,6 @@ class GLA(LinearAttention):
         )  # fmt: skip
 
     def log_decays(self, x_LBD: Tensor) -> Tensor:
-        """g of this rank's key channels, in fp32: sums of many of them follow."""
+        """Return the log decays g for this rank's key channels, in fp32, since the op sums many of them."""
         logits_LBK = at_least_fp32(self.gate_up(self.gate_down(x_LBD))) + self.gate_bias
         return F.logsigmoid(logits_LBK) / self.spec.gate_divisor

@@ -12,7 +12,10 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel
 
 
 class KDA(DeltaRule):
-    """Decays and the output's gate come through small inner sizes, which every rank has whole."""
+    """The delta rule with a decay per key channel.
+
+    Low-rank projections make the decays and the output gate. Every rank replicates their inner dimension.
+    """
 
     def __init__(self, spec: KDASpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)

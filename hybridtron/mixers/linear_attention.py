@@ -1,4 +1,7 @@
-"""What linear attention's kinds share (`architecture/linear_attention.py`): projections, convolution, gated norm."""
+"""Base class for linear attention mixers (`architecture/linear_attention.py`): projections, convolution, gated norm.
+
+Subclasses implement `attend`, the recurrence over heads.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_
 
 
 class HeadInputs(NamedTuple):
-    """What a rank's heads compute with: the mixer's input, and what is made of it; queries are not yet scaled.
+    """Inputs for a rank's heads: the mixer's input, unscaled queries, keys and values, and the recurrent state.
 
-    K heads of queries and keys serve H of values, as many consecutive ones each.
+    There are K heads for queries and keys, and H heads for values; each key head serves H / K consecutive value heads.
     """
 
     x_LBD: Tensor
@@ -34,7 +37,10 @@ class HeadInputs(NamedTuple):
 
 
 class LinearAttention(Mixer):
-    """State: `ssm`, one per head, in fp32; `conv` (B, W - 1, channels of q, k and v) where there is a convolution."""
+    """Linear attention around a subclass's recurrence.
+
+    State: `ssm`, one matrix per head, in fp32; and `conv` (B, W - 1, channels of q, k and v) if there is a convolution.
+    """
 
     def __init__(self, shared: LinearAttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -65,10 +71,10 @@ class LinearAttention(Mixer):
         return Out(self.out_proj(normed_BLHP.flatten(2).transpose(0, 1) * gate_LBV), new, {})
 
     def projections(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k and v side by side, and what the normed output is multiplied by."""
+        """Return q, k and v concatenated, and the gate that multiplies the normed output."""
         qkv_LBC, z_LBV = self.in_proj(x_LBD).split((2 * self.keys + self.values, self.values), dim=-1)
         return qkv_LBC, F.silu(z_LBV)
 
     @abstractmethod
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
-        """What this rank's heads read (B, L, H, P), and their states after the row."""
+        """Return the outputs of this rank's heads (B, L, H, P), and their states after the row."""

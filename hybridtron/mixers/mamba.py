@@ -27,8 +27,11 @@ from hybridtron.parallel.linear import (
 
 
 class Mamba(Mixer):
-    """State: `ssm` (B, E, N) in fp32, and `conv` (B, W - 1, E), the inputs that the next chunk's convolution needs;
-    and that of sparse attention, if there is any."""
+    """Mamba-1, with a sparse attention branch if the spec has one.
+
+    State: `ssm` (B, E, N) in fp32, and `conv` (B, W - 1, E), the convolution's last inputs; and the sparse branch's
+    state.
+    """
 
     selects = True
 
@@ -59,7 +62,7 @@ class Mamba(Mixer):
         x_BLE, tail = causal_conv(
             ConvInputs(x_BLE, self.conv_weight, self.conv_bias, tail, seq.documents_BL, activation=True)
         )
-        # dt, B and C are whole on every rank, and each rank uses them for its own channels
+        # every rank has the full dt, B and C, and uses them for its own channels
         x_BLE, dt_B_C = beside_as_stored(self.x_proj, x_BLE)
         dt_B_C = sum_gradients(dt_B_C, self.tensor)
         dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)

@@ -38,8 +38,11 @@ from hybridtron.parallel.linear import (
 
 
 class Mamba2(Mixer):
-    """State: `ssm` (B, H, P, N) in fp32; `x_conv` and `bc_conv` (B, W - 1, channels), the convolutions' next inputs;
-    and that of sparse attention, if there is any."""
+    """Mamba-2, with a sparse attention branch if the spec has one.
+
+    State: `ssm` (B, H, P, N) in fp32; `x_conv` and `bc_conv` (B, W - 1, channels), the convolutions' last inputs; and
+    the sparse branch's state.
+    """
 
     selects = True
 
@@ -59,7 +62,7 @@ class Mamba2(Mixer):
         self.bc_conv_weight = nn.Parameter(torch.empty(own_both, spec.conv))
         self.bc_conv_bias = nn.Parameter(torch.empty(own_both))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
-        # what softplus makes the smallest step size of
+        # inverse softplus of the smallest step size
         self.least_dt = spec.dt_floor + math.log(-math.expm1(-spec.dt_floor)) if spec.dt_floor else -math.inf
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.empty(self.heads))
@@ -111,7 +114,7 @@ class Mamba2(Mixer):
         return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
 
     def _multiplied(self, z_LBE: Tensor, x_LBE: Tensor, dt_LBH: Tensor, bc_LBC: Tensor) -> tuple[Tensor, ...]:
-        """What is projected, by the multipliers."""
+        """Scale the projections by the spec's multipliers."""
         by = self.spec.multipliers
         if by.B == by.C:
             bc_LBC = multiplied(bc_LBC, by.B)
@@ -121,14 +124,17 @@ class Mamba2(Mixer):
         return multiplied(z_LBE, by.z), multiplied(x_LBE, by.x), multiplied(dt_LBH, by.dt), bc_LBC
 
     def _normed(self, y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
-        """The gated norm. Where every rank holds all groups, the heads of a group may lie on several of them."""
+        """Apply the gated norm.
+
+        If every rank replicates all groups, a group's heads may be divided among several ranks.
+        """
         if self.whole_groups and self.tensor.size > 1:
             return self._normed_over_ranks(y_BLHP, z_BLE.unflatten(-1, (self.heads, -1))).flatten(2)
         groups = self.spec.groups // self.tensor.size
         return gated_norm(GatedNormInputs(y_BLHP.flatten(2), z_BLE, self.norm_weight, groups, self.spec.norm_eps))
 
     def _normed_over_ranks(self, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
-        """In two steps, with the sum over ranks between them."""
+        """Apply the gated norm in two steps, with the squares' sum over ranks between them."""
         spec, groups, heads = self.spec, self.spec.groups, self.heads * self.tensor.size
         squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))
         head_H = torch.arange(self.heads, device=y_BLHP.device) + self.tensor.rank * self.heads
@@ -141,7 +147,7 @@ class Mamba2(Mixer):
 
 
 def gated_alone(y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
-    """y silu(z): the last step of the gated norm, where every factor and weight is 1."""
+    """Return y silu(z): the gated norm's last step, with every factor and weight 1."""
     ones_BLH = torch.ones(y_BLHP.shape[:3], dtype=wide_type(y_BLHP), device=y_BLHP.device)
     z_BLHP = z_BLE.unflatten(-1, y_BLHP.shape[2:])
     return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, ones_BLH, y_BLHP.new_ones(y_BLHP.shape[2:]))).flatten(2)

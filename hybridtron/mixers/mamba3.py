@@ -1,14 +1,14 @@
-"""Mamba-3 (equations in `architecture/mamba3.py`): a trapezoid's two ends in one pass of SSD's recurrence.
+"""Mamba-3 (equations in `architecture/mamba3.py`): both ends of a trapezoidal step in one pass of SSD's recurrence.
 
-The end of a step and the start of the next hold the same token, decayed alike by all later tokens, which see both. The
-token itself sees the end of its own step alone. With next_t = (1 - lambda_{t+1}) delta_{t+1} of the token that follows
-in the same document and row, else 0:
+The end of a step and the start of the next one belong to the same token. Later tokens see both, decayed alike; the
+token itself sees only the end of its own step. Let next_t = (1 - lambda_{t+1}) delta_{t+1} if the following token is in
+the same document and row, else 0:
 
     h_t = exp(delta_t A_t) h_{t-1} + (lambda_t delta_t + next_t) x_t B_t^T
     y_t = (exp(delta_t A_t) h_{t-1} + lambda_t delta_t x_t B_t^T) C_t + D x_t
 
-So nothing later than t enters y_t, in no type: next_t is in later sums alone. The row's first step begins at the
-token before the row, which adds to the state that comes in: (1 - lambda_0) delta_0 x_{-1} B_{-1}^T.
+So nothing after t affects y_t, in any dtype: next_t appears only in later sums. The row's first step begins at the
+token before the row, which adds (1 - lambda_0) delta_0 x_{-1} B_{-1}^T to the incoming state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_
 
 
 class Mamba3(Mixer):
-    """State: `ssm` (B, H, P, N) in fp32, `last_B` (B, H, N) and `last_x` (B, H, P), all at angle 0."""
+    """Mamba-3, without a convolution.
+
+    State: `ssm` (B, H, P, N) in fp32, `last_B` (B, H, N) and `last_x` (B, H, P), all rotated back to angle 0.
+    """
 
     def __init__(self, spec: Mamba3Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -75,7 +78,7 @@ class Mamba3(Mixer):
         return Out(self.out_proj((y_BLHP.flatten(2) * F.silu(z_BLE)).transpose(0, 1)), new, {})
 
     def normed_pair(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        """B and C of the groups that this rank's heads use."""
+        """Return the normed B and C of the groups that this rank's heads use."""
         eps, weights = self.spec.norm_eps, (self.B_norm_weight, self.C_norm_weight)
         pair = self.bc_proj(x_LBD).transpose(0, 1).chunk(2, dim=-1)
         groups = (part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in pair)
@@ -92,7 +95,7 @@ class Mamba3(Mixer):
         before: State,
         seq: SeqInfo,
     ) -> tuple[Tensor, State]:
-        """What this rank's heads read (B, L, H, P), D x with it, and their state after the row."""
+        """Return the outputs of this rank's heads (B, L, H, P), including D x, and their state after the row."""
         B_bias_HN, C_bias_HN = self.B_bias.squeeze(1), self.C_bias.squeeze(1)
         k_BLHN, q_BLHN = turn_pairs(TurnInputs(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, turns.angles_BLHS))
         step_BLH = steps.end_BLH + of_next_token(steps.start_BLH, seq.documents_BL)
@@ -112,7 +115,10 @@ class Mamba3(Mixer):
 
 
 class Trapezoid(NamedTuple):
-    """Of every token and head, in fp32: delta, the log decay, and what the end and the start of a step are worth."""
+    """Trapezoidal step sizes per token and head, in fp32.
+
+    They are delta, the log decay, and the weights for a step's end and start.
+    """
 
     delta_BLH: Tensor
     g_BLH: Tensor
@@ -121,7 +127,7 @@ class Trapezoid(NamedTuple):
 
 
 def trapezoid(dt_BLH: Tensor, a_BLH: Tensor, trap_BLH: Tensor) -> Trapezoid:
-    """From the projections, the first with its bias."""
+    """Compute the trapezoid from its projections; `dt_BLH` includes its bias."""
     delta_BLH = F.softplus(dt_BLH)
     A_BLH = -torch.where(a_BLH >= 0, 1 + a_BLH, 1 / (1 + a_BLH.abs()))
     end_BLH, start_BLH = delta_BLH * torch.sigmoid(trap_BLH), delta_BLH * torch.sigmoid(-trap_BLH)
@@ -129,20 +135,26 @@ def trapezoid(dt_BLH: Tensor, a_BLH: Tensor, trap_BLH: Tensor) -> Trapezoid:
 
 
 def of_next_token(x_BLH: Tensor, documents_BL: Tensor | None) -> Tensor:
-    """What stands at the token after each, zero where that is of another document or row."""
+    """Return each token's successor in x; zero if that belongs to another document or row."""
     next_BLH, starts_BL = F.pad(x_BLH[:, 1:], (0, 0, 0, 1)), document_starts(documents_BL)
     return next_BLH if starts_BL is None else next_BLH.masked_fill(F.pad(starts_BL[:, 1:], (0, 1)).unsqueeze(2), 0)
 
 
 class Turns(NamedTuple):
-    """The angles of every token, and of the one before the first; 0 where that is not of the same document and row."""
+    """Rotation angles for every token, and for the token before the first one.
+
+    The latter are zero if that token belongs to another document or row.
+    """
 
     angles_BLHS: Tensor
     begin_BHS: Tensor | None = None
 
 
 def turns_of_row(angles_BLHS: Tensor, seq: SeqInfo) -> Turns:
-    """Where a rank has a share of the row, its first document continues from the angles of the one before."""
+    """Return the angles for this rank's tokens.
+
+    In a sequence shard, the first document continues from the previous shard's angles.
+    """
     if seq.share is None:
         return Turns(angles_BLHS)
     last_BHS = angles_BLHS[:, -1]
@@ -155,7 +167,11 @@ def turns_of_row(angles_BLHS: Tensor, seq: SeqInfo) -> Turns:
 
 
 def first_step(new: State, before: State, start_BH: Tensor, begin_BHS: Tensor | None, seq: SeqInfo) -> Tensor | None:
-    """What the start of the first step adds to the state before it: of the token before. `new` has the last token."""
+    """Return the previous token's addend to the initial state, which comes from the start of the first step.
+
+    `new` holds the row's last token, which becomes the previous token for the next shard. Returns None if there is no
+    previous token.
+    """
     x_B1HP, B_B1HN = (
         tokens_before(new[name].unsqueeze(1), 1, before[name].unsqueeze(1) if name in before else None, seq)
         for name in ("last_x", "last_B")
@@ -170,7 +186,7 @@ def first_step(new: State, before: State, start_BH: Tensor, begin_BHS: Tensor | 
 
 
 def summed(h_BHPN: Tensor | None, added_BHPN: Tensor | None) -> Tensor | None:
-    """Of what there is."""
+    """Sum the terms that are not None; return None if both are."""
     if h_BHPN is None or added_BHPN is None:
         return added_BHPN if h_BHPN is None else h_BHPN
     return added_BHPN + h_BHPN

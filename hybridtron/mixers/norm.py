@@ -1,4 +1,4 @@
-"""The norm of a residual stream, and of what stands between the layers of a mixer."""
+"""RMSNorm module for the residual stream and inside mixers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Retention (equations in `architecture/retnet.py`): linear attention by the recurrence of SSD, with fixed decays.
 
-Only differences of positions matter, so positions count from the start of each row, where their angles are small. What
-is handed on is turned back by the row's length: to the text that follows, it ends at position -1. So states pass to
-other text as they are.
+Only differences of positions matter, so positions count from the start of each row, where their angles are small. The
+outgoing state is rotated back by the row's length, so that it ends at position -1 for the next row. A state can
+therefore be passed to any text without a correction.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hybridtron.parallel.linear import TensorGroup
 
 
 class RetNet(LinearAttention):
-    """`ssm` is (B, H, P, N)."""
+    """Linear attention with fixed decays and rotary positions. Its state `ssm` is (B, H, P, N)."""
 
     def __init__(self, spec: RetNetSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
         self.rope_base = spec.rope_base
 
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
-        """Retention as the recurrence in SSD, with one decay at every token."""
+        """Run retention as SSD's recurrence, with the same decay at every token."""
         _, q_BLHN, k_BLHN, v_BLHP, state, seq = given
         rows, length, heads, keys = k_BLHN.shape
         wide, device = wide_type(v_BLHP), v_BLHP.device
@@ -50,6 +50,9 @@ class RetNet(LinearAttention):
 
 
 def log_gammas(heads: int, first: int, device: torch.device) -> Tensor:
-    """log(1 - 2^(-5 - h)) of heads from `first` on, counted over all ranks; in float64: in bf16 1 - 2^-9 is 1."""
+    """Return log(1 - 2^(-5 - h)) for heads from `first` on, counted over all ranks.
+
+    In float64, since 1 - 2^-9 rounds to 1 in bf16.
+    """
     head_H = torch.arange(first, first + heads, dtype=torch.float64, device=device)
     return torch.log1p(-torch.exp2(-5 - head_H))

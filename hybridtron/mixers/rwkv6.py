@@ -1,4 +1,4 @@
-"""The time mix of RWKV-6 (equations in `architecture/rwkv6.py`), by the recurrence of gated linear attention.
+"""RWKV-6's time mix (equations in `architecture/rwkv6.py`), which uses the gated linear attention recurrence.
 
 Legend: S streams, R inner size of their mixes.
 """
@@ -23,7 +23,7 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_
 
 
 class RWKV6(Mixer):
-    """State: `ssm` (B, H, N, P) in fp32; `shift` (B, D), the last token."""
+    """RWKV-6's time mix. State: `ssm` (B, H, N, P) in fp32; `shift` (B, D), the last token."""
 
     def __init__(self, spec: RWKV6Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -62,29 +62,30 @@ class RWKV6(Mixer):
         return Out(self.out_proj(self.normed(y_BLHP).to(x_LBD.dtype) * F.silu(self.g_proj(g_LBD))), new, {})
 
     def streams(self, x_LBD: Tensor, change_LBD: Tensor) -> tuple[Tensor, ...]:
-        """A token as each projection reads it; `change` leads to the token before it."""
+        """Mix each token with its predecessor, once per projection; `change` is predecessor minus token."""
         inner_LBSR = torch.tanh(self.mix_down(x_LBD + change_LBD * self.mix_input)).unflatten(-1, (len(STREAMS), -1))
         up_DSR = self.mix_up.unflatten(-1, (len(STREAMS), -1))
         mix_SLBD = torch.einsum("lbsr,dsr->slbd", inner_LBSR, up_DSR) + self.mix[:, None, None]
         return torch.addcmul(x_LBD, change_LBD, mix_SLBD).unbind()
 
     def log_decays(self, w_LBD: Tensor) -> Tensor:
-        """g of this rank's key channels, in fp32: sums of many of them follow."""
+        """Return the log decays g for this rank's key channels, in fp32, since the op sums many of them."""
         return -torch.exp(at_least_fp32(self.decay_up(torch.tanh(self.decay_down(w_LBD)))) + self.decay_bias)
 
     def normed(self, y_BLHP: Tensor) -> Tensor:
-        """Each head for itself, tokens first again."""
+        """Normalize each head by itself and return tokens first."""
         wide_LBHP = at_least_fp32(y_BLHP.transpose(0, 1))
         normed_LBHP = F.layer_norm(wide_LBHP, wide_LBHP.shape[-1:], eps=self.spec.norm_eps)
         return normed_LBHP.flatten(2) * self.norm_weight + self.norm_bias
 
 
 def read_before_step(inputs: GLAInputs, bonus_HN: Tensor) -> tuple[Tensor, Tensor]:
-    """y_t = (h_{t-1} + diag(bonus) k_t v_t^T)^T q_t in fp32, and the state after the last token.
+    """Return y_t = (h_{t-1} + diag(bonus) k_t v_t^T)^T q_t in fp32, and the state after the last token.
 
-    The state before a token's step is the one after the step of the token before. So the tokens are read by the queries
-    of those that follow them, the last one by none, and what is read is what the following token gets. The first token
-    reads the state before the row. One that begins a document reads nothing: what is before it is another's.
+    The op reads the state after a token's step, but RWKV-6 reads the state before it, which is the state after the
+    previous token's step. So each query is moved to the token before it, and each output is moved back. The row's first
+    token reads the initial state. A token that begins a document reads nothing, since the state belongs to another
+    document.
     """
     q_BLHN, k_BLHN, v_BLHP = (at_least_fp32(tensor) for tensor in inputs[:3])
     next_BLHN = F.pad(inputs.q_BLHN[:, 1:], (0, 0, 0, 0, 0, 1))

@@ -1,8 +1,8 @@
-"""The channel mix of RWKV-6 (equations in `architecture/rwkv6_channel_mix.py`).
+"""RWKV-6's channel mix (equations in `architecture/rwkv6_channel_mix.py`).
 
-Its product is elementwise in the outputs of two projections, of which `value` has its sums over all ranks' inner
-channels. Each rank gets the sums of its own share of the outputs alone, as `receptance` makes them, and what leaves are
-the products: no rank computes what another does, and no more is sent than by a sum that every rank gets whole.
+Its output is the elementwise product of two projections. `value` sums over the inner channels of all ranks, so each
+rank receives by reduce-scatter the sums for its own output channels, the same that its `receptance` computes, and
+`leave` exchanges the products. No rank repeats another's work, and no more is sent than by an all-reduce.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, leav
 
 
 class RWKV6ChannelMix(Mixer):
-    """State: `shift` (B, D), the last token."""
+    """RWKV-6's channel mix. State: `shift` (B, D), the last token."""
 
     def __init__(self, spec: RWKV6ChannelMixSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Attention and MLP of one set of weights for several places (equations in `architecture/shared_attention.py`).
+"""Attention and MLP whose weights several sub-layers share (equations in `architecture/shared_attention.py`).
 
-Every place builds all of the module. `model/shared.py` then puts the layers of the first place into the others, so that
-nothing here knows which weights are shared.
+Every sub-layer builds the full module. `model/shared.py` then replaces its shared layers by those of the first one, so
+the code here need not know which weights are shared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from hybridtron.parallel.linear import (
 
 
 class SharedBlock(Heads):
-    """What both kinds have around their attention: x_LBD is the stream and the embedding side by side."""
+    """Base class for both shared kinds: norms, adapters and MLP around the attention in `Heads`.
+
+    The input x_LBD is the residual stream concatenated with the embedding.
+    """
 
     def __init__(self, spec: Any, sizes: ModelSizes, tensor: TensorGroup) -> None:
         tensor = tensor.without_fp8()
@@ -40,7 +43,7 @@ class SharedBlock(Heads):
         width, read, rank, whole = sizes.width, block.input_width(sizes), block.rank, tensor.whole()
         self.in_norm, self.mlp_norm = RMSNorm(read, block.norm_eps), RMSNorm(width, block.norm_eps)
         self.gate_up = column_parallel(width, 2 * block.hidden, tensor)
-        # each rank gets the sums of its own channels, which `linear` takes: its weight is cut by them
+        # each rank gets the sums of its own channels, which are the input shard of the row-parallel `linear`
         self.down = row_parallel_by_channel(block.hidden, width, tensor)
         self.linear = row_parallel(width, width, tensor)
         self.gate_up_A = column_parallel(width, rank, whole)
@@ -68,8 +71,8 @@ class SharedBlock(Heads):
 
 
 class SharedAttention(SharedBlock, Attention):
-    """State: as attention's."""
+    """Shared block with causal attention, whose state it has."""
 
 
 class SharedSpan(SharedBlock, SpanAttention):
-    """State: as that of span-expanded attention."""
+    """Shared block with span-expanded attention, whose state it has."""

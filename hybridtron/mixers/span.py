@@ -1,6 +1,7 @@
-"""The span-expanded attention mixer (equations and options in `architecture/span.py`).
+"""Span-expanded attention mixer (equations and options in `architecture/span.py`).
 
-Outside training it is full attention, with its state, unless `eval: span` says otherwise.
+In training, each chunk of tokens attends to itself and to selected blocks of the past. Outside training it is full
+attention with the same state, unless the option `eval` is `span`.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ LANDMARK_SEED = 20_241_217
 
 
 class SpanAttention(Heads):
-    """State: rotated `keys` and `values` of the last tokens (B, M, G, K), of the `length` (B,) ones of their document
-    so far; and where relevance decides what is read, of its blocks, as far as they can be read, `summaries` and `sums`
-    of queries (B, U, H, K) in fp32, and the `queries` of the block under way (B, S - 1, H, K).
+    """Span-expanded attention. It carries keys, values and, if relevance selects blocks, block summaries.
 
-    Training carries as many tokens as `remember` says; outside it all of the document can be read."""
+    State: rotated `keys` and `values` (B, M, G, K) for the last tokens; `length` (B,), the tokens that their document
+    has so far. If relevance selects blocks, also `summaries` and query `sums` (B, U, H, K) in fp32 for the blocks that
+    can still be selected, and `queries` (B, S - 1, H, K) from the unfinished block. Training carries as many tokens as
+    `remember` says. Outside training the full document can be read.
+    """
 
     def __init__(self, spec: SpanSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
@@ -57,7 +60,7 @@ class SpanAttention(Heads):
         used = tensor.groups_used(spec.heads, spec.groups())
         self.own_groups = list(range(used.start, used.stop)) if isinstance(used, slice) else used
 
-    @untraced  # what is read, and how often, the data and the step decide
+    @untraced  # shapes and the number of reads depend on the data and the step
     def attend(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:
@@ -83,18 +86,21 @@ class SpanAttention(Heads):
         length = q_BLHK.shape[1] * (1 if seq.share is None else seq.share.size)
         ends = {row: s.end_place for s in rows.segments if s.stop == length for row in _numbers(s.rows)}
         length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))])
-        length_B = length_B.to(q_BLHK.device, non_blocking=True)  # the host need not wait for so small a copy
+        length_B = length_B.to(q_BLHK.device, non_blocking=True)  # avoid a synchronization for so small a copy
         return y_BLHK, {**new, "keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": length_B}
 
     def _chunk(self, seq: SeqInfo) -> int:
-        """The size of this step's chunks: as drawn, the largest one outside training."""
+        """Return this step's chunk size: drawn at random in training, the largest one otherwise."""
         sizes = self.spec.chunks()
         if seq.key is None:
             return max(sizes)
         return sizes[seq.number(f"chunk/{self.layer}" if self.spec.draw == "layer" else "chunk") % len(sizes)]
 
     def _segments(self, seq: SeqInfo, before: Sequence[tuple[int, int]]) -> list[SpanSegment]:
-        """The documents of all rows, with what is known of them before; rows that are cut alike are taken together."""
+        """Return the documents in all rows, each with the number of its earlier tokens known so far.
+
+        Rows with the same boundaries are combined.
+        """
         rows = [
             [(start, stop, *(before[row] if start == 0 else (0, 0))) for start, stop in spans]
             for row, spans in enumerate(seq.spans() if seq.share is None else seq.share.spans)
@@ -104,7 +110,7 @@ class SpanAttention(Heads):
         return [SpanSegment(slice(number, number + 1), *span) for number, row in enumerate(rows) for span in row]
 
     def _kept(self, seen: int, chunk: int, remembered: int | None) -> int:
-        """How many of the tokens before a row it may read: of the chunk that it begins in, and before that chunk."""
+        """Return how many tokens before a row it may read: those of its first chunk, and the remembered ones before."""
         if remembered is None:
             return seen
         if self.spec.memory == "shifted":
@@ -114,7 +120,7 @@ class SpanAttention(Heads):
     def _own(
         self, rows: SpanCut, chosen: Sequence[Tensor | None], seq: SeqInfo
     ) -> tuple[SpanCut, Sequence[Tensor | None]]:
-        """Of segments of whole rows what stands in this rank's share, and what was chosen for it."""
+        """Restrict segments of full rows, and the blocks chosen for them, to this rank's sequence shard."""
         share = seq.share
         if share is None:
             return rows, chosen
@@ -136,7 +142,7 @@ class SpanAttention(Heads):
     def _chosen(
         self, cut: SpanCut, heads: tuple[Tensor, Tensor, Tensor], before: State, seq: SeqInfo
     ) -> tuple[list[Tensor | None], State]:
-        """The blocks that each chunk of whole rows reads, and what is carried of the choice."""
+        """Return the blocks that each chunk of the full rows reads, and the choice's new state."""
         q_BLHK, k_BSGK, _ = heads
         if self.spec.memory == "none":
             return [None] * len(cut.segments), {}
@@ -157,13 +163,16 @@ class SpanAttention(Heads):
         return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
 
     def _landmarks(self, q_BLHK: Tensor) -> Tensor:
-        """One fixed standard normal vector for each of this rank's heads: a function of the layer and the head."""
+        """Return one fixed standard normal vector per head on this rank: a function of the layer and the head."""
         generator = torch.Generator().manual_seed(LANDMARK_SEED + self.layer)
         whole_HK = torch.randn(self.spec.heads, q_BLHK.shape[-1], generator=generator)
         return whole_HK[self.own_heads].to(q_BLHK.device, non_blocking=True)
 
     def _shifted(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, rows: SpanCut) -> Tensor:
-        """Chunks on their own, half a chunk earlier in the second half of all heads, whichever rank has them."""
+        """Attend within chunks; for the second half of all heads, chunks begin half a chunk earlier.
+
+        Heads are counted over all ranks.
+        """
         share = q_BLHK.shape[2] // k_BSGK.shape[2]
         k_BSHK, v_BSHK = (x.repeat_interleave(share, dim=2) for x in (k_BSGK, v_BSGK))
         unmoved = min(max(self.spec.heads // 2 - self.own_heads.start, 0), q_BLHK.shape[2])
@@ -186,9 +195,9 @@ def known_of_shares(
     share: RowShare,
     segment: SpanSegment,
 ) -> SpanPast:
-    """What all ranks that share the rows know of a segment together: each adds the blocks that end in its share.
+    """Compute a segment's past over all sequence shards: each rank adds the blocks that end in its shard.
 
-    `heads` are the queries of the unfinished block before the share, then its own queries, and the keys and values.
+    `heads` are the queries of the unfinished block before the shard, then the shard's queries, keys and values.
     """
     before_BTHK, q_BLHK, k_BSGK, v_BSGK = heads
     queries = torch.cat((before_BTHK, q_BLHK), dim=1)[segment.rows]

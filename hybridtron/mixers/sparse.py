@@ -1,4 +1,7 @@
-"""Sparse attention beside a recurrence (`architecture/sparse.py`): who sees whom is decided first, then attended."""
+"""Branch of sparse attention parallel to a recurrence (`architecture/sparse.py`).
+
+It first decides which keys each query sees (`Seen`), then attends to them.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ Hash = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class SparseBranch(nn.Module):
-    """What a mixer adds beside its recurrence, before the gate of its output.
+    """Sparse attention added to a recurrence's output, before that output's gate.
 
-    Rows of the ops are the groups of the batch's rows. State: `sparse_keys` (B, M, G, N), `sparse_values` (B, M, E),
-    `sparse_places` (B, M, G), counted from 1, and `sparse_length` (B,); where keys are scored `sparse_scores`
-    (B, M, G), and `sparse_queries` (B, G, N), the sum of all queries.
+    The ops treat each group of each row as a row (R = B G). State: `sparse_keys` (B, M, G, N), `sparse_values` (B, M,
+    E), `sparse_places` (B, M, G), counted from 1, and `sparse_length` (B,); if keys are scored also `sparse_scores` (B,
+    M, G) and `sparse_queries` (B, G, N), the sum of all queries.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class SparseBranch(nn.Module):
     def forward(
         self, k_BLGN: Tensor, q_BLGN: Tensor, v_BLE: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State, dict[str, Tensor]]:
-        """gate * y (B, L, E), what is carried, and the ranking loss in training."""
+        """Return gate * y (B, L, E), the state to carry, and in training the ranking loss."""
         batch, groups = len(q_BLGN), q_BLGN.shape[2]
         q_RLN, k_RLN = (_rows(x_BLGN) for x_BLGN in (q_BLGN, k_BLGN * self.size**-0.5))
         documents_RL, places_RL = (x_BL.repeat_interleave(groups, dim=0) for x_BL in _documents(seq))
@@ -85,7 +88,10 @@ class SparseBranch(nn.Module):
         return (y_BLE * self.gate).to(v_BLE.dtype), new, aux
 
     def _hash(self, device: torch.device, seq: SeqInfo) -> Hash:
-        """The bins of vectors by their documents, if the pattern has any: by a new hash in every step of training."""
+        """Return a function that hashes vectors to bins, by document; it returns None if no keys are binned.
+
+        Every training step draws a new hash.
+        """
         if not self.options.hashed:
             return lambda x_RSN, documents_RS: None
         matrix_Nh = hash_matrix(seq.number(f"hash/{self.layer}"), self.size, self.options.columns, device)
@@ -93,7 +99,10 @@ class SparseBranch(nn.Module):
         return lambda x_RSN, documents_RS: hash_bins(x_RSN, documents_RS, matrix_Nh, rule, centre)
 
     def _memory(self, before: State, own: SparseKeys, hashed: Hash, groups: int, seq: SeqInfo) -> SparseMemory | None:
-        """What is remembered of the document that the first token continues."""
+        """Return the keys remembered from the document that the first token continues.
+
+        With context parallelism these are the carried ones and those from all earlier sequence shards.
+        """
         memory, share = _carried(before, groups), seq.share
         if share is None:
             return memory
@@ -111,7 +120,7 @@ class SparseBranch(nn.Module):
     def _scores(
         self, q_RLN: Tensor, k_RLN: Tensor, documents_RL: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, Tensor]:
-        """The score of each key in fp32, and the sum of the queries; nothing flows back to queries and keys."""
+        """Return each key's score in fp32, and the queries' sum. No gradient flows to queries and keys."""
         sums_BGN, batch = before.get("sparse_queries"), len(seq.positions_BL)
         zeros_RN = q_RLN.new_zeros(len(q_RLN), self.size)
         if seq.share is not None:
@@ -125,7 +134,10 @@ class SparseBranch(nn.Module):
         return F.linear(x, self.weight_3).squeeze(-1), last_RN
 
     def _ranking(self, q_RLN: Tensor, own: SparseKeys, scores_RL: Tensor, seq: SeqInfo) -> Tensor:
-        """The mean over a rank's own groups, with a rank's share of its gradient: those of all ranks are summed."""
+        """Return the ranking loss, the mean over this rank's groups, with its gradient divided by the number of ranks.
+
+        Tensor-parallel ranks sum the scoring weights' gradients, which makes the total a mean over ranks.
+        """
         (batch, length), share = seq.positions_BL.shape, seq.share
         first, whole = (0, length) if share is None else (share.first, share.size * length)
         seed = seq.number(f"candidates/{self.layer}")
@@ -144,24 +156,24 @@ class SparseBranch(nn.Module):
 
 
 def projected_heads(projection: nn.Module, x_BLE: Tensor, tensor: TensorGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and queries by a projection of their own, one group for all channels, (B, L, 1, N) each; and the values."""
+    """Project to keys and queries (B, L, 1, N), one group for all channels; return keys, queries and the values."""
     v_BLE, kq_BLC = beside_as_stored(projection, x_BLE)
     k_BLN, q_BLN = sum_gradients(kq_BLC, tensor).chunk(2, dim=-1)
     return k_BLN.unsqueeze(2), q_BLN.unsqueeze(2), v_BLE
 
 
 def _rows(x_BLGN: Tensor) -> Tensor:
-    """Each group of each row as a row of its own, (B G, L, N)."""
+    """Reshape (B, L, G, N) to one row per group, (B G, L, N)."""
     return x_BLGN.transpose(1, 2).flatten(0, 1)
 
 
 def _groups(x_RMN: Tensor, groups: int) -> Tensor:
-    """The opposite, (B, M, G, ...)."""
+    """Reshape rows (B G, M, ...) back to groups, (B, M, G, ...)."""
     return x_RMN.unflatten(0, (-1, groups)).transpose(1, 2)
 
 
 def _documents(seq: SeqInfo) -> tuple[Tensor, Tensor]:
-    """The document of each token, and its place there as far as the row knows."""
+    """Return each token's document index, and its position in the part of the document that this row holds."""
     index_BL = torch.arange(seq.positions_BL.shape[1], device=seq.positions_BL.device).expand_as(seq.positions_BL)
     starts_BL = document_starts(seq.documents_BL)
     if seq.documents_BL is None or starts_BL is None:
@@ -171,7 +183,7 @@ def _documents(seq: SeqInfo) -> tuple[Tensor, Tensor]:
 
 
 def _of_row(x_RL: Tensor, chosen_RC: Tensor, share: RowShare | None) -> Tensor:
-    """Of every row what these tokens have, whichever rank has the token."""
+    """Gather the values at these tokens of each row, across the ranks that divide the row."""
     places_RC = chosen_RC if share is None else chosen_RC - share.first
     index = places_RC.clamp(0, x_RL.shape[1] - 1).view(*places_RC.shape, *[1] * (x_RL.dim() - 2))
     found_RC = x_RL.gather(1, index.expand(*places_RC.shape, *x_RL.shape[2:]))
@@ -182,7 +194,7 @@ def _of_row(x_RL: Tensor, chosen_RC: Tensor, share: RowShare | None) -> Tensor:
 
 
 def _earlier(kept: SparseMemory, behind_R: Tensor, share: RowShare) -> Iterator[SparseMemory]:
-    """What the shares before this one remember of the document that its first token continues."""
+    """Yield the keys that each earlier sequence shard remembers of the document continuing into this one."""
     size, both_RMC = kept.keys_RMN.shape[2], torch.cat((kept.keys_RMN, kept.values_RMP), dim=2)
     scores = [] if kept.scores_RM is None else [kept.scores_RM]
     parts = zip(*(earlier_shares(x, share) for x in (both_RMC, kept.places_RM, *scores)), strict=True)
@@ -193,11 +205,12 @@ def _earlier(kept: SparseMemory, behind_R: Tensor, share: RowShare) -> Iterator[
 
 
 def _where(own_R: Tensor, memory: SparseMemory) -> SparseMemory:
-    """The memory, in these rows; no slot of others is filled."""
+    """Keep the memory in the selected rows and empty all slots of the others."""
     return memory._replace(places_RM=torch.where(own_R[:, None], memory.places_RM, 0))
 
 
 def _carried(before: State, groups: int) -> SparseMemory | None:
+    """Return the carried state as a memory; None at the start of a document."""
     if "sparse_keys" not in before:
         return None
     scores_BMG = before.get("sparse_scores")
@@ -211,6 +224,7 @@ def _carried(before: State, groups: int) -> SparseMemory | None:
 
 
 def _state(memory: SparseMemory, groups: int) -> State:
+    """Return a memory as state parts."""
     scores = {} if memory.scores_RM is None else {"sparse_scores": _groups(memory.scores_RM, groups)}
     return scores | {
         "sparse_keys": _groups(memory.keys_RMN, groups),

@@ -13,7 +13,7 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel, projected, 
 
 
 class SquaredReLU(Mixer):
-    """The projection up, the square of its positive part, and the projection down."""
+    """Up projection, squared ReLU, and down projection."""
 
     def __init__(self, spec: SquaredReLUSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()

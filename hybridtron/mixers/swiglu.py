@@ -13,7 +13,7 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel, projected, 
 
 
 class SwiGLU(Mixer):
-    """Gate and up projection in one product, their gated product, and the projection down."""
+    """Gate and up projections in one product, SwiGLU, and the down projection."""
 
     def __init__(self, spec: SwiGLUSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The token before each, as RWKV's mixers read it."""
+"""Token shift for RWKV's mixers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hybridtron.parallel.context import tokens_before
 
 
 def token_before(x_LBD: Tensor, last_BD: Tensor | None, seq: SeqInfo) -> tuple[Tensor, Tensor]:
-    """For each token the one before it in its document, zeros for its first; and the row's last token.
+    """Return each token's predecessor in its document, zeros for a document's first token; and the row's last token.
 
-    `last_BD` is the last token of the row before. Under sequence parallelism this comes after `enter`: the token before
-    the first of a rank's share is on another rank.
+    `last_BD` is the last token of the previous row. Under sequence parallelism call this after `enter`, since the
+    predecessor of a rank's first token is on another rank.
     """
     carried_B1D = None if last_BD is None else last_BD.to(x_LBD.dtype).unsqueeze(1)
     first_B1D = tokens_before(x_LBD.transpose(0, 1), 1, carried_B1D, seq)

@@ -142,8 +142,9 @@ class Lanes:
 def _level(filled: np.ndarray, volume: int) -> int:
     """Return the water-filling level: the lowest level at which `volume` fits above the heights `filled`."""
     # Picture vessels of width 1 that are filled to these heights. Water over the k lowest vessels rises to the level h
-    # at which the sum of (h - filled_i) over them is the volume: h = (volume + their sum) / k. It reaches vessel k if the
-    # room below that vessel's top, over the lower ones, is at most the volume. The level is rounded up to whole tokens.
+    # at which the sum of (h - filled_i) over them is the volume: h = (volume + their sum) / k. It reaches vessel k
+    # where the room below that vessel's top, over the lower ones, is at most the volume. The level is rounded up to
+    # whole tokens.
     filled = np.sort(filled)
     before = np.cumsum(filled) - filled
     room = filled * np.arange(len(filled)) - before  # below the top of vessel k, over the lower ones

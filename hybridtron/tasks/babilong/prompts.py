@@ -1,6 +1,7 @@
-"""BABILong's prompts: an instruction, examples, the form of the answer; then the text and the question.
+"""BABILong's prompts: an instruction, examples, and the required answer format.
 
-The words, misspellings and all, are those of the public prompts. Of qa10's examples a stray `<context>` is left out.
+The wording, misspellings included, is that of the public prompts, except for a stray `<context>` in qa10's examples.
+The text and the question follow the prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ ONE_WORD = "Your answer should contain only one word{} Do not write anything els
 
 @dataclass(frozen=True)
 class Prompt:
-    """What comes before the text, and the form in which the answer is learned."""
+    """A story's prompt.
+
+    instruction  the first paragraph
+    examples     for each example: (facts with a question, answer)
+    post         the required answer format
+    answer       template for the answer in training; numbered fields are filled from Asked.about
+    between      separator between examples
+    """
 
     instruction: str
     examples: tuple[tuple[str, str], ...]
@@ -35,7 +43,7 @@ class Prompt:
     between: str = "\n"
 
     def head(self) -> str:
-        """Instruction, examples and form of the answer."""
+        """Return instruction, examples and answer format as one text."""
         shown = [f"<example>\n{facts}\nAnswer: {answer}\n</example>" for facts, answer in self.examples]
         return f"{self.instruction}\n\n{self.between.join(shown)}\n\n{self.post}"
 

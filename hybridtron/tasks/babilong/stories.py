@@ -1,7 +1,8 @@
-"""The stories of bAbI's tasks 1 to 10: statements, and a question after some of them.
+"""The stories of bAbI's tasks 1 to 10: statements, and questions after some of them.
 
-The rules are those of the public task definitions; where they leave a choice, it is uniform. A story of several
-questions gives a sample for each: the statements before the question, without earlier questions.
+The rules follow the public task definitions; where these leave a choice, it is uniform. Each question in a story gives
+a sample, with the statements before it and without earlier questions. `hybridtron tasks list` describes each story by
+its docstring's first sentence.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from random import Random
 
 from hybridtron.tasks.babilong.world import PLACES, Handling, World
 
-QUESTIONS = 5  # of a story, but for task 4
+QUESTIONS = 5  # per story; task 4 has one
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question after the first `facts` statements, its answer, and what a sentence with the answer needs."""
+    """A question after the first `facts` statements, and its answer. `about` fills the template of the answer."""
 
     facts: int
     question: str
@@ -27,7 +28,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Story:
-    """Statements and questions."""
+    """A story: its statements, and questions about them."""
 
     facts: list[str]
     asked: list[Asked]
@@ -37,7 +38,7 @@ Steps = Iterator[str | Asked]
 
 
 def story_of(steps: Steps) -> Story:
-    """A story of the statements and questions as they come, up to its last question."""
+    """Collect statements and questions until a story has QUESTIONS questions, or the generator ends."""
     facts: list[str] = []
     asked: list[Asked] = []
     for step in steps:
@@ -51,7 +52,7 @@ def story_of(steps: Steps) -> Story:
 
 
 def qa1(random: Random) -> Steps:
-    """Two moves, then where somebody is."""
+    """A person's location, asked after every two moves."""
     world = World(random)
     while True:
         yield world.move()
@@ -61,7 +62,11 @@ def qa1(random: Random) -> Steps:
 
 
 def _stream(world: World, *kinds: tuple[str, ...]) -> Steps:
-    """Each statement of a kind that is drawn first: a handling, or a move; a move where none is valid."""
+    """Yield random statements without end.
+
+    For each, a move or one of the tuples in `kinds` is drawn with equal probability; a tuple means a random handling of
+    its kinds. If none is valid, the statement is a move.
+    """
     while True:
         chosen = world.random.choice((*kinds, ()))
         valid = world.handlings(chosen)
@@ -69,7 +74,11 @@ def _stream(world: World, *kinds: tuple[str, ...]) -> Steps:
 
 
 def _moving_objects(random: Random, ask: Callable[[World], Asked | None]) -> Steps:
-    """Objects are carried around; a question follows with probability 1/2 where 3 statements came since the last."""
+    """Yield a story of objects that people get, carry and drop.
+
+    After at least 3 statements since the last question, each statement is followed by a question with probability 1/2,
+    unless `ask` returns None.
+    """
     world, since = World(random), 0
     for statement in _stream(world, ("get", "drop"), ("get", "drop")):
         yield statement
@@ -80,7 +89,7 @@ def _moving_objects(random: Random, ask: Callable[[World], Asked | None]) -> Ste
 
 
 def qa2(random: Random) -> Steps:
-    """Where an object is that somebody holds whose place is known."""
+    """The location of an object held by a person whose location is known."""
 
     def ask(world: World) -> Asked | None:
         known = sorted(one for one, holder in world.holder.items() if holder in world.known)
@@ -91,7 +100,7 @@ def qa2(random: Random) -> Steps:
 
 
 def qa3(random: Random) -> Steps:
-    """Where an object was before the place where it is."""
+    """The location of an object before its last known one."""
 
     def ask(world: World) -> Asked | None:
         known = sorted(one for one, trail in world.trail.items() if len(trail) >= 2)
@@ -105,7 +114,7 @@ def qa3(random: Random) -> Steps:
 
 
 def qa4(random: Random) -> Steps:
-    """Two facts about three places on a line; what is on one side of the middle one."""
+    """Three places on a line, given by two facts; the place on one side of the middle one."""
     first, second = random.choice((("north", "south"), ("east", "west")))
     a, b, c = random.sample(PLACES, 3)  # a is `first` of b, b is `first` of c
     pairs = random.sample(((a, b), (b, c)), 2)
@@ -131,7 +140,7 @@ GIVING = (  # question, answer, share in the released set
 
 
 def qa5(random: Random) -> Steps:
-    """Who gave what to whom, with up to 5 statements in between that don't concern it."""
+    """Giver, receiver or object of a handover, with up to 5 unrelated statements after it."""
     world, since = World(random, ("Fred", "Jeff", "Bill", "Mary")), 0
     while True:
         kind = random.choice(("get", "give", "move"))
@@ -151,13 +160,13 @@ def qa5(random: Random) -> Steps:
 
 
 def _apart(one: Handling, given: Handling) -> bool:
-    """Whether it concerns neither the object nor the same giver and receiver."""
+    """Check that a handling involves neither the given object nor the same pair of giver and receiver."""
     same_pair = (one.person, one.receiver) == (given.person, given.receiver)
     return one.object != given.object and not same_pair
 
 
 def qa6(random: Random) -> Steps:
-    """Two moves, then whether somebody is at a place; yes and no are equally likely."""
+    """A yes-or-no question about a person's location, asked after every two moves."""
     world = World(random)
     while True:
         yield world.move()
@@ -167,13 +176,17 @@ def qa6(random: Random) -> Steps:
 
 
 def _yes_or_no(world: World, person: str, place: str) -> Asked:
+    """Ask for a person's true place or for another one, with equal probabilities."""
     if world.random.random() < 0.5:
         return Asked(0, f"Is {person} in the {place}?", "yes")
     return Asked(0, f"Is {person} in the {world.another_place(place)}?", "no")
 
 
 def _carrying(random: Random, question: str, answer: Callable[[list[str]], str]) -> Steps:
-    """What somebody carries: after the first handling, and then after every 2 statements."""
+    """Yield a story with questions about the objects that a person carries.
+
+    The first question follows the first handling, but at least 2 statements. Others follow every 2 statements.
+    """
     world, since = World(random), 0
     for statement in _stream(world, ("get", "drop"), ("give",)):
         yield statement
@@ -185,18 +198,18 @@ def _carrying(random: Random, question: str, answer: Callable[[list[str]], str])
 
 
 def qa7(random: Random) -> Steps:
-    """How many objects somebody carries."""
+    """The number of objects that a person carries."""
     numbers = ("none", "one", "two", "three")
     return _carrying(random, "How many objects is {} carrying?", lambda held: numbers[len(held)])
 
 
 def qa8(random: Random) -> Steps:
-    """What somebody carries."""
+    """The objects that a person carries."""
     return _carrying(random, "What is {} carrying?", lambda held: ",".join(held) or "nothing")
 
 
 def qa9(random: Random) -> Steps:
-    """Two statements, of which some say where somebody is not; then whether somebody is at a place."""
+    """A yes-or-no question about a person's location, where some statements are negated."""
     world, said = World(random), {}
     before: dict[str, str] = {}
     while True:
@@ -220,9 +233,10 @@ def qa9(random: Random) -> Steps:
 
 
 def qa10(random: Random) -> Steps:
-    """Two statements, of which some leave two places open; then whether somebody is at a place: yes, no or maybe.
+    """A question about a person's location, with the answers yes, no and maybe, where some statements leave two places.
 
-    The answer is drawn first; where no person allows it, the second statement makes it possible.
+    A question follows every two statements. Its answer is drawn first; if no person's last statement allows it, the
+    second statement is drawn so that it does.
     """
     world = World(
         random, ("Bill", "Fred", "Julie", "Mary"), ("kitchen", "bedroom", "office", "school", "park", "cinema")
@@ -231,12 +245,12 @@ def qa10(random: Random) -> Steps:
     while True:
         answer = random.choice(("yes", "no", "maybe"))
         yield _perhaps(world, said, random.choice(("move", "is", "either")))
-        wanted = {"yes": 1, "maybe": 2}.get(answer)  # places that the last statement about a person leaves
+        wanted = {"yes": 1, "maybe": 2}.get(answer)  # number of places that a person's last statement must leave open
         possible = wanted is None or any(len(places) == wanted for places in said.values())
         kinds = ("move", "is", "either") if possible else ("move", "is") if wanted == 1 else ("either",)
         yield _perhaps(world, said, random.choice(kinds))
         suited = sorted(person for person, places in said.items() if wanted in (None, len(places)))
-        if not suited:  # the second statement was about the only person who suited
+        if not suited:  # the second statement changed the only person for whom the answer was possible
             person = random.choice(sorted(said))
             answer = {1: "yes", 2: "maybe"}[len(said[person])]
         else:
@@ -246,7 +260,7 @@ def qa10(random: Random) -> Steps:
 
 
 def _perhaps(world: World, said: dict[str, tuple[str, ...]], kind: str) -> str:
-    """A statement of a kind, and the places that it leaves."""
+    """Return a statement (move, is or either), and record in `said` the places that it leaves for the person."""
     if kind == "move":
         was = dict(world.where)
         statement = world.move()

@@ -1,13 +1,14 @@
-"""BABILong's tasks: the facts of a story, in order, at random gaps between the sentences of a text, and a question.
+"""BABILong's tasks: a bAbI story's facts, scattered in order between the sentences of a long text, and a question.
 
-The text is as many words as fit, from a random sentence of an essay on (the paper: a book of PG-19); its sentences
-have at least 10 words, and none has both a person and a place of the stories. Gaps are drawn with replacement. A story
-of more than length / 8 facts, or that doesn't fit the length, is drawn again.
+The text starts at a random sentence of an essay (in the paper: a book from PG-19) and has as many words as fit. Its
+sentences have at least 10 words, and none has both a person and a place of the stories. Facts are inserted at random
+gaps, drawn with replacement. A story with more than length / 8 facts, or one that doesn't fit the length, is drawn
+again.
 
-Metrics, each of the answer up to its first period:
-    accuracy            the labels in it that are not in the question are the right one alone; labels are words
-    accuracy_reference  the same with labels as parts of words, as the public code counts: "one" is in "none"
-    contains            the right label is a part of the whole answer (lm-evaluation-harness, more lenient)
+Metrics. The first two look at the answer up to its first period:
+    accuracy            of all labels, the answer has the right one alone; labels in the question don't count
+    accuracy_reference  the same, but labels also match within words, as in the public code: "one" is in "none"
+    contains            the right label occurs anywhere in the answer (lm-evaluation-harness, more lenient)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hybridtron.tasks.fitting import most_units
 from hybridtron.tasks.haystack import SYNTHETIC, corpus_sentences
 
 STYLES = ("few_shot", "tuned")
-STORIES_TRIED = 200  # stories that are drawn for one that is short enough
+STORIES_TRIED = 200  # maximum number of stories drawn to find one that is short enough
 SHORTEST_SENTENCE = 10  # words
 NAMED = {*PEOPLE, "Fred", "Jeff", "Bill", "Julie"}
 NAMED_PLACES = {*PLACES, "school", "park", "cinema"}
@@ -45,10 +46,11 @@ LABELS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Babilong(FittedTask):
-    """A story of bAbI in a text.
+    """A bAbI story hidden in a text.
 
-    style  few_shot: with instruction and examples; tuned: text and question alone, for models that are trained on it
-    essay  provider of the text (haystack.py); "none": the facts alone (the suite's 0k)
+    story  qa1 to qa10
+    style  few_shot: with instruction and examples; tuned: text and question alone, for models trained on the task
+    essay  provider of the text (haystack.py); "none": the facts alone (BABILong's 0k)
     """
 
     generate: ClassVar[int] = 20
@@ -73,7 +75,7 @@ class Babilong(FittedTask):
         return 0, max(length // 512, 1)
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """Stories differ too much in length for all samples to start from the same number of words."""
+        """Return the number of words that fit this sample; stories differ too much in length to share one number."""
         return 0 if self.essay == "none" else most_units(size, length, *self.steps(length))
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
@@ -97,7 +99,10 @@ class Babilong(FittedTask):
         return TaskText(question, "", completion, (asked.answer,), meta)
 
     def drawn(self, random: Random, index: int, length: int) -> tuple[Story, Asked]:
-        """A story and one of its questions, by the index."""
+        """Draw a story with at most length / 8 facts, and choose one of its questions by the index.
+
+        Raises TaskError if none of STORIES_TRIED stories is short enough.
+        """
         for _ in range(STORIES_TRIED):
             story = story_of(STORIES[self.story](random))
             asked = story.asked[index % len(story.asked)]
@@ -107,7 +112,7 @@ class Babilong(FittedTask):
         raise TaskError(f"{self.name}: a length of {length} is too short: {few}")
 
     def background(self, random: Random, words: int) -> list[str]:
-        """Consecutive sentences from a random one on, the last one cut."""
+        """Return `words` words of consecutive sentences from a random one on; the last sentence is cut."""
         if self.essay == "none" or words == 0:
             return []
         known = _sentences(self.essay)
@@ -134,17 +139,22 @@ class Babilong(FittedTask):
 
 
 def in_words(label: str, text: str) -> bool:
+    """Check that a label occurs as a word."""
     return re.search(rf"\b{re.escape(label)}\b", text) is not None
 
 
 def in_letters(label: str, text: str) -> bool:
+    """Check that a label occurs anywhere, even within a word."""
     return label in text
 
 
 def judged(
     answer: str, wanted: str, question: str, labels: tuple[str, ...], occurs: Callable[[str, str], bool]
 ) -> float:
-    """Whether the labels of the answer, without those of the question, are the wanted ones."""
+    """Return 1 if the labels in the answer, without those in the question, are exactly the wanted ones, else 0.
+
+    The answer ends at its first period or example. `occurs(label, text)` finds labels; case is ignored.
+    """
     written = re.split(r"\.|<context>|<example>", answer.lower())[0]
     lowered = [label.lower() for label in labels]
     found = {label for label in lowered if occurs(label, written)}
@@ -154,7 +164,7 @@ def judged(
 
 @cache
 def _sentences(provider: str) -> list[str]:
-    """Those that can be a background."""
+    """Return a corpus's sentences that can be background: long enough, and without both a person and a place."""
     kept = []
     for sentence in corpus_sentences(provider):
         words = set(re.findall(r"\w+", sentence))

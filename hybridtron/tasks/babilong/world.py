@@ -1,8 +1,8 @@
-"""The world of bAbI: who is where, who holds what, what of it a reader knows; in the released set's words.
+"""A simulation of bAbI's world: where people and objects are, and how much of this the statements have revealed.
 
-The start is drawn uniformly and not shown: a reader knows where somebody is once a statement says it. Statements are
-valid: a person moves to another place, takes what lies where the person is, drops or gives what is held, and gives to
-somebody at the same place.
+The initial state is drawn uniformly and not shown, so a reader knows a person's place only after a statement about it.
+All actions are valid: people move to another place, take objects that lie where they are, drop or give objects that
+they hold, and give them to people at the same place. The wording is that of the released data set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GIVE = ("gave", "passed", "handed")
 
 @dataclass(frozen=True)
 class Handling:
-    """One way in which an object could change hands now; `receiver` only where it is given."""
+    """A possible action on an object: get, drop or give. `receiver` is set only for give."""
 
     kind: str
     person: str
@@ -31,12 +31,14 @@ class Handling:
 
 @dataclass
 class World:
-    """The true state, and what was said.
+    """The world's true state, and the part that statements have revealed.
 
-    where    of each person; known: the same, for those of whom it was said
-    holder   of each held object; lies: the place of each that is not held
-    trail    the known places of each object since its place is known, without repeats in a row
-    handled  people who had something to do with an object
+    where    each person's true place
+    lies     each object's place, unless it is held
+    known    each person's place, if a statement has revealed it
+    holder   each held object's holder
+    trail    each object's successive known places, oldest first; emptied when its place becomes unknown
+    handled  people who took part in a get, drop or give
     """
 
     random: Random
@@ -54,13 +56,15 @@ class World:
         self.lies = {one: self.random.choice(self.places) for one in OBJECTS}
 
     def held_by(self, person: str) -> list[str]:
-        """In the order in which they came into the person's hands."""
+        """List the objects that a person holds, oldest first."""
         return [one for one, holder in self.holder.items() if holder == person]
 
     def another_place(self, than: str) -> str:
+        """Draw a place other than the given one."""
         return self.random.choice([place for place in self.places if place != than])
 
     def move(self) -> str:
+        """Move a random person to another place, and return the statement."""
         person = self.random.choice(self.people)
         place = self.another_place(self.where[person])
         self.where[person] = self.known[person] = place
@@ -69,7 +73,7 @@ class World:
         return f"{person} {self.random.choice(MOVE)} the {place}."
 
     def handlings(self, kinds: tuple[str, ...]) -> list[Handling]:
-        """All that are valid now."""
+        """List the actions of these kinds that are valid now."""
         found = [
             Handling("get", person, one)
             for one, place in self.lies.items()
@@ -83,7 +87,7 @@ class World:
         return [handling for handling in found if handling.kind in kinds]
 
     def do(self, handling: Handling) -> str:
-        """Change the state, and say so."""
+        """Carry out an action, and return the statement."""
         person, one = handling.person, handling.object
         self.lies.pop(one, None)
         self.holder.pop(one, None)
@@ -102,7 +106,7 @@ class World:
         return f"{person} {self.random.choice(DROP)} the {one}{there}."
 
     def _seen(self, one: str, person: str) -> None:
-        """An object is where its holder is; its trail is lost where that is not known."""
+        """Extend an object's trail by its holder's place; the trail is cleared if that place is not known."""
         if person not in self.known:
             self.trail[one] = []
         elif self.trail.setdefault(one, [])[-1:] != [self.known[person]]:

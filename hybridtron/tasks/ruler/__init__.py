@@ -1,1 +1,1 @@
-"""The tasks of RULER (Hsieh et al. 2024), and of its NIAH tasks one by depth."""
+"""The tasks of RULER (Hsieh et al. 2024), and a needle-in-a-haystack task by depth and length."""

@@ -1,9 +1,9 @@
-"""What RULER's tasks share: metric, shuffles, lists.
+"""The base class of RULER's tasks: metric, shuffling and lists.
 
-Template, rules and metric are those of the public generator. `faithful=true` also has what is its accident rather than
-its design: steps of 500 words or 25 lines, and shuffles that are the same for every sample, so that facts stand at the
-same place in all of them. Its random stream is not reproduced: a sample here depends on its seed and index alone.
-The answer that follows a prompt in training is ours, as the suite only evaluates.
+Templates, rules and metrics follow the public generator. `faithful=true` also reproduces its accidents: texts grow in
+steps of 500 words or 25 lines, and all samples are shuffled alike, so that facts are at the same positions.
+Its random stream is not reproduced: here a sample depends only on its seed and index. The answers in training data are
+ours, since the public suite only evaluates.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hybridtron.tasks.base import Sample
 from hybridtron.tasks.fitted import FittedTask
 from hybridtron.tasks.metrics import string_match_all
 
-SHUFFLE_SEED = 42  # of the public generator
-SHORT = 4096  # below this it takes smaller steps
+SHUFFLE_SEED = 42  # the public generator's
+SHORT = 4096  # length below which the public generator takes smaller steps
 
 
 class RulerTask(FittedTask):
-    """A task that is scored by the share of its outputs in the answer."""
+    """A task scored by the fraction of its outputs that occur in the answer."""
 
     faithful: bool
 
@@ -29,15 +29,15 @@ class RulerTask(FittedTask):
         return {"string_match_all": string_match_all(answer, sample.outputs)}
 
     def chance(self) -> float:
-        return 0.0  # of thousands of words or millions of numbers
+        return 0.0  # answers are among thousands of words or millions of numbers
 
     def shuffled(self, items: list[Any], random: Random) -> list[Any]:
-        """Each sample in an order of its own, or all in the same."""
+        """Return the items shuffled: by the sample's `random`, or with `faithful` by the same seed for all samples."""
         items = list(items)
         (Random(SHUFFLE_SEED) if self.faithful else random).shuffle(items)
         return items
 
 
 def listed(items: Sequence[str]) -> str:
-    """`a, b, c, and d`."""
+    """Join items as `a, b, c, and d`."""
     return ", ".join(items[:-1]) + ", and " + items[-1] if len(items) > 1 else items[0]

@@ -1,8 +1,8 @@
-"""RULER's common words: which 10 words of a numbered list appear most often. An example comes first.
+"""RULER's common words: find the 10 most frequent words of a numbered list. The prompt begins with a solved example.
 
-Common words appear 30 times, others 3 times (example: 40 words, 10 and 3 times); in the small setting 6 times and once
-(example: 20 words, 3 times and once). The public generator takes the small setting below a length of 4096; here it is
-taken where the large one doesn't fit, and the sample names its setting.
+In the large setting common words appear 30 times, others 3 times (example: 40 words, 10 and 3 times); in the small one
+6 times and once (example: 20 words, 3 times and once). The public generator takes the small setting below a length of
+4096. Here it is taken if the large one doesn't fit, and the sample records its setting.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ QUESTION = (
 )
 PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10
-REPEATS = {"large": ((30, 3), (10, 3), 40), "small": ((6, 1), (3, 1), 20)}  # of the list, of the example; its words
+# repeats of (common, other) words in the list; the same in the example; number of words in the example
+REPEATS = {"large": ((30, 3), (10, 3), 40), "small": ((6, 1), (3, 1), 20)}
 LARGEST_LIST = 2**26  # bytes
 
 
 @dataclass(frozen=True)
 class CommonWords(RulerTask):
-    """The 10 most common words.
+    """The common words task; texts grow by distinct words.
 
-    setting  large, small, or auto: what fits
-    words    a file with a word a line, in place of the 8166 words of the package wonderwords
+    setting  large, small, or auto (large if it fits)
+    words    file with one word per line, instead of the 8166 words of the package wonderwords
     """
 
     generate: ClassVar[int] = 120
@@ -60,7 +61,10 @@ class CommonWords(RulerTask):
             raise TaskError(f"{self.name}: setting={self.setting}: is auto, {' or '.join(REPEATS)}")
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """A word is there up to 30 times, so that lists of the same number of words differ by hundreds of letters."""
+        """Return the number of words with which a sample starts: fitted for each sample, unless `faithful`.
+
+        Words are repeated up to 30 times, so lists with equally many words differ by hundreds of letters.
+        """
         return super().most(size, tokenizer, length) if self.faithful else most_units(size, length, *self.steps(length))
 
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
@@ -90,7 +94,7 @@ class CommonWords(RulerTask):
     def drawn(
         self, known: tuple[str, ...], random: Random, count: int, repeats: tuple[int, int]
     ) -> tuple[list[str], str]:
-        """The common words, and the list."""
+        """Draw `count` words, the first COMMON of which are common; returns the common ones and the numbered list."""
         words = random.sample(known, count)
         common, rest = words[:COMMON], words[COMMON:]
         shuffled = self.shuffled(common * repeats[0] + rest * repeats[1], random)
@@ -98,13 +102,16 @@ class CommonWords(RulerTask):
 
 
 def numbered(words: list[str]) -> str:
-    """` 1. a 2. b`."""
+    """Write a numbered list: ` 1. a 2. b`."""
     return "".join(f" {number}. {word}" for number, word in enumerate(words, 1))
 
 
 @cache
 def word_list(file: str) -> tuple[str, ...]:
-    """Distinct words, sorted."""
+    """Return a file's distinct words, sorted; without a file, those of wonderwords.
+
+    Raises TaskError if the file can't be read or has too few words.
+    """
     if not file:
         return single_words()
     try:

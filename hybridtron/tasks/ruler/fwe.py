@@ -1,7 +1,7 @@
-"""RULER's frequent words: the three most frequent coded words, where frequencies follow a zeta distribution.
+"""RULER's frequent words: find the three most frequent coded words, whose frequencies follow a zeta distribution.
 
-Of N words, rank k appears floor(N k^-2 / zeta(2)) times. Rank 1 is written as dots, which don't count; the answer is
-ranks 2 to 4. There are (length - 50) // 50 coded words, of 6 random letters.
+In a text of N words, the word of rank k appears floor(N k^-2 / zeta(2)) times. Rank 1 is written as dots, which the
+question excludes; the answer is ranks 2 to 4. There are (length - 50) // 50 different words, each 6 random letters.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PREFIX = " Answer: According to the coded text above, the three most frequently 
 DOTS = "..."
 ZETA_2 = pi**2 / 6
 LETTERS = 6
-FEWEST = 74  # from here on floor(c / 16) > floor(c / 25), c = N / zeta(2): the fourth rank is not the fifth
+FEWEST = 74  # from this N on, floor(c / 16) > floor(c / 25) with c = N / zeta(2): rank 4 is more frequent than rank 5
 
 
 @dataclass(frozen=True)
 class FrequentWords(RulerTask):
-    """The three most frequent coded words."""
+    """The frequent words task; texts grow by words."""
 
     generate: ClassVar[int] = 50
 

@@ -1,7 +1,7 @@
-"""Needles in a haystack: RULER's eight NIAH tasks, and one needle by depth and length.
+"""Needle in a haystack: RULER's eight NIAH tasks, and a single needle by depth and length.
 
-A needle assigns a value to a key: `One of the special magic numbers for KEY is: VALUE.` The question names one or
-several keys, and all their values are wanted. Haystacks are a repeated line, essays, or other needles.
+A needle assigns a value to a key: `One of the special magic numbers for KEY is: VALUE.` The question asks for all
+values of one or several keys. The haystack is a repeated line, an essay, or other needles.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the
 PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
-DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # percent of an essay's sentences
+DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # positions, in percent of an essay's sentences
 KINDS = ("words", "numbers", "uuids")
 HAYSTACKS = ("noise", "essay", "needle")
 MOST_NEEDLES = 2**14
@@ -35,12 +35,13 @@ MOST_NEEDLES = 2**14
 
 @dataclass(frozen=True)
 class Needles(RulerTask):
-    """Keys and values among noise, essays or other keys and values.
+    """RULER's NIAH task: keys and values hidden in noise, an essay or other keys and values.
 
     haystack     noise, essay or needle
     keys, values words, numbers or uuids
-    num_keys     of which num_queries are asked for; num_values each
-    essay        its provider (haystack.py)
+    num_keys     number of hidden keys, or num_queries if that is larger; each has num_values values
+    num_queries  number of keys in the question
+    essay        the essay's provider (haystack.py)
     """
 
     generate: ClassVar[int] = 128
@@ -99,7 +100,7 @@ class Needles(RulerTask):
         return self.asked_about(context, asked, outputs, {"hidden": hidden, "places": places})
 
     def asked_about(self, context: str, asked: Sequence[str], outputs: tuple[str, ...], meta: dict) -> TaskText:
-        """The template, in the singular where one value is wanted."""
+        """Fill in the template, in the singular if there is only one output."""
         kind, parts = self.values, [INTRODUCTION, QUESTION, PREFIX]
         if len(outputs) == 1:
             kind = kind.removesuffix("s")
@@ -112,19 +113,19 @@ class Needles(RulerTask):
         return TaskText(f"{before}{context}{after}", prefix, f" {listed(outputs)}.", outputs, meta)
 
     def lines(self, keys: list[str], units: int, random: Random) -> tuple[list[str], str]:
-        """The haystack, and what joins its lines or sentences."""
+        """Return the haystack's lines or sentences, and their separator. Units are lines, or words of an essay."""
         if self.haystack == "essay":
             return split_sentences(" ".join(essay(self.essay, units))), " "
         return [NOISE] * units if self.haystack == "noise" else self._distractors(keys, units, random), "\n"
 
     def places(self, needles: int, lines: int, random: Random, index: int) -> list[int]:
-        """The line or sentence before which each needle is."""
+        """Return for each needle the index of the line or sentence before which it is inserted, in order."""
         if self.haystack == "essay":
             return sorted(lines * depth // 100 for depth in random.sample(DEPTHS, needles))
         return sorted(random.sample(range(lines), needles))
 
     def _distractors(self, keys: list[str], count: int, random: Random) -> list[str]:
-        """Needles with keys of their own; none is a key that may be asked for."""
+        """Return `count` needles as a haystack; their keys differ from the hidden ones."""
         lines = []
         while len(lines) < count:
             key, value = drawn(self.keys, random), drawn(self.values, random)
@@ -134,7 +135,10 @@ class Needles(RulerTask):
 
 @dataclass(frozen=True)
 class NeedleByDepth(Needles):
-    """One number in noise or essays: sample i has depth (i mod depth_steps) / (depth_steps - 1); 0: drawn uniformly."""
+    """One number in noise or an essay, at a depth given by the sample's index.
+
+    Sample i has depth (i mod depth_steps) / (depth_steps - 1); with depth_steps=0 it is drawn uniformly from 0 to 1.
+    """
 
     name: str = "needle"
     haystack: str = "essay"
@@ -154,7 +158,7 @@ class NeedleByDepth(Needles):
 
 
 def drawn(kind: str, random: Random) -> str:
-    """A new key or value: `adjective-noun`, 7 digits, or a UUID of version 4."""
+    """Draw a key or value: `adjective-noun`, 7 digits, or a UUID of version 4."""
     if kind == "words":
         return word_pair(random)
     if kind == "numbers":
@@ -163,7 +167,7 @@ def drawn(kind: str, random: Random) -> str:
 
 
 def inserted(lines: Sequence[str], places: Sequence[int], needles: Sequence[str]) -> list[str]:
-    """The lines, with each needle before the line at its place."""
+    """Insert each needle before the line at its place; `places` are in ascending order."""
     result: list[str] = []
     for start, place, needle in zip([0, *places], places, needles, strict=False):
         result += [*lines[start:place], needle]

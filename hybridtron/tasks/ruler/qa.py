@@ -1,10 +1,8 @@
-"""RULER's question answering among documents: qa_1 (SQuAD) and qa_2 (HotpotQA), and substitutes that need no download.
+"""RULER's question answering among documents: qa_1 (SQuAD) and qa_2 (HotpotQA).
 
-The documents are those that answer, others of the same article, and random ones, shuffled. Sample i asks question i.
-`data` names the file, dev-v2.0.json of SQuAD or hotpot_dev_distractor_v1.json; without it, it is looked for where
-`hybridtron tasks download` puts it. The substitutes qa_synth_1 and qa_synth_2 describe made-up people, and ask for an
-attribute of a person, or of a person's partner; their scores are not comparable with those of RULER, so they never bear
-its names.
+The prompt has the documents that answer the question, others of the same article, and random ones, all shuffled. Sample
+i asks question i. The option `data` names the file, SQuAD's dev-v2.0.json or hotpot_dev_distractor_v1.json; without it,
+the file is expected where `hybridtron tasks download` stores it. Substitutes that need no download are in qa_synth.py.
 """
 
 from __future__ import annotations
@@ -31,7 +29,10 @@ LARGEST_DATA = 2**30  # bytes
 
 @dataclass(frozen=True)
 class AskedQuestion:
-    """A question, its answers, and the numbers of the documents that answer it and of those near to them."""
+    """A question and its accepted answers, with indices of documents.
+
+    `gold` documents must be in the prompt; `near` ones (of the same article) fill it before random ones do.
+    """
 
     question: str
     answers: tuple[str, ...]
@@ -41,7 +42,7 @@ class AskedQuestion:
 
 @dataclass(frozen=True)
 class DocumentSet:
-    """Documents, and questions about them."""
+    """A data set: documents, and questions about them."""
 
     documents: list[str] = field(default_factory=list)
     questions: list[AskedQuestion] = field(default_factory=list)
@@ -49,7 +50,11 @@ class DocumentSet:
 
 @dataclass(frozen=True)
 class QuestionAnswering(RulerTask):
-    """A question about one of many documents. `data`: the file of the data set, where it is not in its usual place."""
+    """RULER's QA task; texts grow by documents.
+
+    source  squad or hotpotqa
+    data    path of the data set's file; "": where `hybridtron tasks download` stores it
+    """
 
     generate: ClassVar[int] = 32
 
@@ -68,15 +73,16 @@ class QuestionAnswering(RulerTask):
         return max(fewest, step), step
 
     def known(self) -> DocumentSet:
-        """All documents and questions."""
+        """Read the data set, cached. Raises TaskError if its file is missing or can't be read."""
         return _data_set(self.name, self.source, self.file.absolute())
 
     @property
     def file(self) -> Path:
+        """Path of the data set's file."""
         return Path(self.data) if self.data else FOLDER / PUBLISHED[self.source].name
 
     def asked(self, random: Random, index: int) -> AskedQuestion:
-        """Question `index`."""
+        """Return question `index`. Raises TaskError if there are fewer questions."""
         questions = self.known().questions
         if index >= len(questions):
             raise TaskError(f"{self.name}: there is no question {index}: {self.file} has {len(questions)}")
@@ -105,7 +111,7 @@ class QuestionAnswering(RulerTask):
 
 
 def question_scores(sample: Sample, answer: str) -> dict[str, float]:
-    """RULER's metric first; then the stricter ones."""
+    """Score an answer by RULER's metric and by two stricter ones, exact match and F1."""
     return {
         "string_match_part": string_match_part(answer, sample.outputs),
         "exact": exact_match(answer, sample.outputs),
@@ -130,7 +136,7 @@ def _data_set(name: str, source: str, file: Path) -> DocumentSet:
 
 
 def _squad(content: dict) -> DocumentSet:
-    """Each paragraph is a document; impossible questions are left out."""
+    """Convert SQuAD: each paragraph is a document; questions without an answer are left out."""
     found = DocumentSet()
     for article in content["data"]:
         first = len(found.documents)
@@ -146,7 +152,7 @@ def _squad(content: dict) -> DocumentSet:
 
 
 def _hotpotqa(content: list) -> DocumentSet:
-    """Title and sentences of each of a question's ten paragraphs; the same paragraph is one document."""
+    """Convert HotpotQA: each distinct paragraph with its title is a document; a question's ten paragraphs are gold."""
     found = DocumentSet()
     numbers: dict[str, int] = {}
     for asked in content:

@@ -1,8 +1,8 @@
-"""Substitutes for RULER's question answering, which need no download: made-up people and their attributes.
+"""Substitutes for RULER's question answering that need no download: questions about made-up people.
 
-A document describes one person: six attributes, and a partner who has a document, too. qa_synth_1 asks for an
-attribute of a person, qa_synth_2 for one of a person's partner, which takes two documents. Values are from closed
-lists of 12; a guess is right in one case of 12.
+A document describes one person: six attributes, and a partner, who also has a document. qa_synth_1 asks for a person's
+attribute, qa_synth_2 for an attribute of a person's partner, for which two documents are needed. Each value is one of
+12, so a guess is right with probability 1/12. Scores are not comparable with those of RULER's qa_1 and qa_2.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ONSETS, VOWELS, ENDS = "bdfghklmnprstvz", "aeiou", "lnrs"
 
 @dataclass(frozen=True)
 class SyntheticQuestions(RulerTask):
-    """An attribute of a person (hops=1), or of the person's partner (hops=2)."""
+    """A question for a person's attribute (hops=1), or for that of the person's partner (hops=2)."""
 
     generate: ClassVar[int] = 32
 
@@ -85,7 +85,7 @@ class SyntheticQuestions(RulerTask):
 
 
 def described(name: str, values: dict[str, str], partner: str, random: Random) -> str:
-    """The document of one person, its sentences in random order."""
+    """Write a person's document, with its sentences in random order."""
     sentences = [SENTENCES[kind].format(name=name, value=value) for kind, value in values.items()]
     sentences.append(f"The partner of {name} is {partner}.")
     random.shuffle(sentences)
@@ -93,7 +93,7 @@ def described(name: str, values: dict[str, str], partner: str, random: Random) -
 
 
 def people(random: Random, count: int) -> list[str]:
-    """Distinct names, first and last."""
+    """Make up `count` distinct names, first and last."""
     names: dict[str, None] = {}
     while len(names) < count:
         parts = [_syllables(random) for _ in range(2)]

@@ -1,10 +1,11 @@
-"""RULER's variable tracking: which variables have a value, through a chain of assignments among noise.
+"""RULER's variable tracking: find all variables with a given value, assigned through a chain hidden in noise.
 
     VAR AAAAA = 12345
     VAR BBBBB = VAR AAAAA
 
-The links of a chain are in order, at random lines. An example with shorter names comes first. It has a fixed number of
-lines: the public generator's limit of 500 tokens holds about 10 with common vocabularies, and none at all with bytes.
+A chain's assignments are in order, at random lines. The prompt begins with a solved example, which has shorter names
+and a fixed number of noise lines. (The public generator limits it to 500 tokens instead: about 10 lines with common
+vocabularies, but none at all with bytes.)
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ MOST_LINKS = 2**10
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one text hides: names of each chain, its values, and the line before which each link is."""
+    """The hidden content of one text: each chain's variables and value, and the line before which each assignment is.
+
+    `lines` is the number of noise lines.
+    """
 
     names: list[list[str]]
     values: list[int]
@@ -44,7 +48,7 @@ class Drawn:
     lines: int
 
     def texts(self) -> tuple[str, str, str]:
-        """Question, prefix of the answer, answer: of the first chain."""
+        """Return question, answer prefix and answer; the question asks for the first chain."""
         lines = [NOISE] * self.lines
         for names, value, places in zip(self.names, self.values, self.places, strict=True):
             links = [
@@ -59,7 +63,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class VariableTracking(RulerTask):
-    """Chains of assignments; the first is asked for. `example_lines`: noise of the example (faithful: 10)."""
+    """The variable tracking task; texts grow by lines of noise.
+
+    num_chains     number of chains; the question asks for the first
+    num_hops       number of assignments in a chain after the first
+    example_lines  noise lines in the example; with `faithful` 10
+    """
 
     generate: ClassVar[int] = 30
 
@@ -101,7 +110,7 @@ class VariableTracking(RulerTask):
         )
 
     def drawn(self, random: Random, chains: int, letters: int, lines: int, taken: list[int] | tuple[()]) -> Drawn:
-        """Names and values that differ from each other, and from values that are taken."""
+        """Draw chains of distinct variables, with distinct values not in `taken`, and the lines of their links."""
         links = self.num_hops + 1
         names: list[str] = []
         while len(names) < chains * links:

@@ -1,9 +1,9 @@
-"""What a task is: a pure function of (seed, index, tokenizer, length) to a sample, and the metrics of an answer.
+"""The base classes of tasks: pure functions from (seed, index, tokenizer, length) to a sample, with metrics of answers.
 
-The same task makes training data and evaluation sets. Their seeds are disjoint: seeds below TRAINING_SEEDS are for
-evaluation, `training_seed` maps to those from there on. `write.py` also removes duplicates, within a set and from the
-training set what the evaluation set has. A sample is never truncated: what doesn't fit is a TaskError.
-Nothing here knows a model; `sample.prompt_tokens` is what a model reads, `task.score` judges what it wrote.
+A task generates both training data and evaluation sets, with disjoint seeds: those below TRAINING_SEEDS are for
+evaluation, and `training_seed` maps them to larger ones. `write.py` also removes duplicates within a set, and training
+samples that are in the evaluation set. Samples are never truncated: one that doesn't fit its length is a TaskError.
+This file needs no model: a model reads `sample.prompt_tokens`, and `task.score` scores its answer.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, ClassVar, Protocol
 from hybridtron.problems import Unusable
 
 TRAINING_SEEDS = 2**32
-IGNORED = -100  # the label of a position that predicts nothing
+IGNORED = -100  # label of a position without a target
 
 
-MOST_TOKENS = 2**28  # of a sample
-MOST_OPTION = 2**20  # an option that is a number
+MOST_TOKENS = 2**28  # maximum length of a sample
+MOST_OPTION = 2**20  # maximum of an option that is an integer
 
 
 class TaskError(Unusable):
-    """A task that can't give the sample that is asked for: why, and what would work."""
+    """Raised if a task can't generate the requested sample; the message says why and suggests a remedy."""
 
 
 class TextTokens(Protocol):
-    """A vocabulary as tasks need it: without special tokens."""
+    """The tokenizer interface that tasks need. `encode` adds no special tokens; `digest` identifies the vocabulary."""
 
     @property
     def digest(self) -> str: ...
@@ -43,13 +43,13 @@ class TextTokens(Protocol):
 class Sample:
     """One prompt and its answer.
 
-    prompt, answer  texts; of tasks on token ids, their readable form
-    tokens          the prompt's, then the answer's; encoded separately: the prompt is the same without an answer
-    mask            1 for each token that is learned and scored
-    outputs         what the metrics look for
-    generate        tokens that an evaluation generates
-    max_length      the length that was asked for
-    labels          where a target is not the next token: the target at each position, or IGNORED
+    prompt, answer  texts; for tasks on token ids, the ids in readable form
+    tokens          the prompt's tokens, then the answer's; encoded separately, so the prompt is the same without answer
+    mask            1 for each token that is learned and scored, else 0
+    outputs         strings that the metrics look for in an answer
+    generate        number of tokens that an evaluation generates
+    max_length      the requested length in tokens
+    labels          None if each target is the next token; otherwise the target at each position, or IGNORED
     """
 
     task: str
@@ -67,16 +67,16 @@ class Sample:
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """What comes before the first token that is learned; all of them where a target is not the next token."""
+        """The tokens before the first learned one; all tokens if the sample has labels."""
         return self.tokens if self.labels is not None else self.tokens[: self.mask.index(1)]
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and to generate."""
+        """Number of prompt tokens plus tokens to generate."""
         return len(self.prompt_tokens) + self.generate
 
     def targets(self) -> tuple[int, ...]:
-        """What is predicted at each position: the next token where it is masked in, or IGNORED."""
+        """Return the target at each position: its label, or the next token if that is learned, else IGNORED."""
         if self.labels is not None:
             return self.labels
         following = zip(self.tokens[1:], self.mask[1:], strict=True)
@@ -84,54 +84,57 @@ class Sample:
 
 
 class Task(ABC):
-    """A registered task. A subclass is a frozen dataclass; its fields after `name` are the options."""
+    """Base class for tasks. A subclass is a frozen dataclass; its fields after `name` are the options."""
 
     name: str
-    text: ClassVar[bool] = True  # whether it needs a tokenizer; otherwise it is made of token ids
+    text: ClassVar[bool] = True  # True: samples are text and need a tokenizer. False: samples are token ids
 
     @property
     @abstractmethod
     def about(self) -> str:
-        """One line for lists."""
+        """A description of one line, for listings."""
 
     @abstractmethod
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
-        """Sample number `index`. TaskError where the length can't fit it."""
+        """Generate sample number `index`, of at most `length` tokens. Raises TaskError if it can't fit."""
 
     @abstractmethod
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Each metric of a generated continuation, from 0 to 1."""
+        """Return the metrics of a generated continuation by name, each from 0 to 1; the first is the main one."""
 
     @abstractmethod
     def chance(self) -> float:
-        """What a random guess among possible answers scores by the first metric."""
+        """Return the first metric's expected value for a random guess among the possible answers."""
 
     def random(self, seed: int, index: int) -> Random:
-        """The random numbers of one sample."""
+        """Return the random generator of one sample. Raises TaskError for a negative seed or index."""
         if seed < 0 or index < 0:
             raise TaskError(f"{self.name}: seed={seed} index={index}: both count from 0")
-        return Random(f"{self.name} {seed} {index}")  # a string is hashed: the same in every process and version
+        return Random(f"{self.name} {seed} {index}")  # a string seed is hashed: the same in every process and version
 
 
 class TokenTask(Task):
-    """A task on token ids of its own vocabulary, scored at each learned position (teacher-forced)."""
+    """Base class for tasks on token ids from a vocabulary of their own, scored teacher-forced at learned positions."""
 
     text = False
 
     @property
     @abstractmethod
     def num_tokens(self) -> int:
-        """The size of its vocabulary."""
+        """The vocabulary's size."""
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Of a generated continuation: its ids, separated by spaces."""
+        """Score a generated continuation, given as ids separated by spaces.
+
+        `accuracy` is the fraction of right ids, `exact` is 1 if all are right.
+        """
         words = answer.split()
         wanted = sample.answer.split()
         same = sum(word == right for word, right in zip(words, wanted, strict=False))
         return {"accuracy": same / len(wanted), "exact": float(words[: len(wanted)] == wanted)}
 
     def score_tokens(self, sample: Sample, predicted: Sequence[int]) -> dict[str, float]:
-        """Of the most probable token at each position of `sample.tokens`."""
+        """Score teacher-forced predictions: `predicted` has the most probable next token at each position."""
         if len(predicted) != len(sample.tokens):
             raise ValueError(f"{self.name}: {len(predicted)} predictions for {len(sample.tokens)} positions")
         pairs = [(p, t) for p, t in zip(predicted, sample.targets(), strict=True) if self.is_scored(t)]
@@ -139,17 +142,17 @@ class TokenTask(Task):
         return {"accuracy": same / len(pairs), "exact": float(same == len(pairs))}
 
     def is_scored(self, target: int) -> bool:
-        """Whether a position with this target counts."""
+        """Check that a position with this target counts for the metrics."""
         return target != IGNORED
 
 
 def training_seed(seed: int) -> int:
-    """A seed that no evaluation set has."""
+    """Map an evaluation seed to a training seed, which no evaluation set can have."""
     if not 0 <= seed < TRAINING_SEEDS:
         raise TaskError(f"seed {seed}: a seed is from 0 to {TRAINING_SEEDS - 1}")
     return TRAINING_SEEDS + seed
 
 
 def plural(count: int, what: str) -> str:
-    """`1 token`, `2 tokens`."""
+    """Format a count with its noun: `1 token`, `2 tokens`."""
     return f"{count} {what}{'' if count == 1 else 's'}"

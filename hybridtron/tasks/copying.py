@@ -1,9 +1,9 @@
-"""Copying a string of letters: `$ s | s .` as token ids (Jelassi et al. 2024; length paper, Table 1).
+"""The copying task: a random string of letters, to be repeated, as token ids `$ s | s .` (Jelassi et al. 2024).
 
     vocabulary   26 letters (0-25), $ (26), | (27), . (28), * for padding (29)
 
-The copy and its period are learned. A row holds one string, or strings packed back to back to exactly `length`
-tokens, the last one cut and not learned. The length paper trains on 50 to 100 letters and tests 300.
+The copy and its period are learned. A row holds one string, or strings packed back to back to exactly `length` tokens;
+the last one is then cut off and not learned. The length paper (Table 1) trains on 50 to 100 letters and tests on 300.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from hybridtron.tasks.metrics import character_accuracy
 
 LETTERS = 26
 START, MIDDLE, END, PADDING = range(LETTERS, LETTERS + 4)
-FIXED = 3  # tokens of a row beside its letters
+FIXED = 3  # tokens of a string besides its letters
 SYMBOLS = ascii_lowercase + "$|.*"
 
 
 @dataclass(frozen=True)
 class Copying(TokenTask):
-    """A string and its copy.
+    """The copying task.
 
-    shortest, longest  letters of a string, drawn uniformly; 0: as many as a row can hold
-    packed             rows of exactly `length` tokens, for training
+    shortest, longest  range of a string's number of letters, drawn uniformly. longest=0: as many as the row can hold;
+                       shortest=0: the same number as longest
+    packed             fill rows to exactly `length` tokens, for training
     """
 
     name: str = "copying"
@@ -70,6 +71,7 @@ class Copying(TokenTask):
         )
 
     def _letters(self, length: int) -> tuple[int, int]:
+        """Return the range of a string's number of letters. Raises TaskError if the longest does not fit."""
         room = (length - FIXED) // 2
         longest = self.longest or room
         shortest = self.shortest or longest
@@ -82,12 +84,15 @@ class Copying(TokenTask):
         return shortest, longest
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Of generated letters, spelled: `accuracy` by letter, `exact` for the whole string."""
+        """Score generated letters, as `spelled` writes them.
+
+        `accuracy` is the fraction of right letters, `exact` is 1 if all are right.
+        """
         (wanted,) = sample.outputs
         return {"accuracy": character_accuracy(answer, wanted), "exact": float(answer.startswith(wanted))}
 
     def is_scored(self, target: int) -> bool:
-        """The period is learned, and not scored."""
+        """Check that a position counts; the final period is learned but not scored."""
         return target not in (IGNORED, END)
 
     def chance(self) -> float:
@@ -95,5 +100,5 @@ class Copying(TokenTask):
 
 
 def spelled(tokens: list[int]) -> str:
-    """Ids as letters and signs."""
+    """Write ids as letters and symbols."""
     return "".join(SYMBOLS[token] for token in tokens)

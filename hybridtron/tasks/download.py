@@ -1,7 +1,7 @@
-"""The files of RULER's qa_1 and qa_2, from those who publish them, with digests: only these bytes are taken.
+"""Downloads the data sets of RULER's qa_1 and qa_2 from their publishers, verified by SHA-256.
 
-They stand in `FOLDER` of where a command runs, and tasks look for them there. Where there is no network, a file that
-comes another way is named by data=FILE.
+Files are stored in `FOLDER`, relative to the working directory, where the tasks look for them. Without a network, copy
+a file by other means and name it by the task's option data=FILE.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hybridtron.storage.durable import sync, temporary_of
 from hybridtron.tasks.base import TaskError
 
 FOLDER = Path("data/ruler")
-TIMEOUT = 60.0  # seconds without a byte
-PIECE = 2**20  # bytes
+TIMEOUT = 60.0  # seconds without receiving data
+PIECE = 2**20  # bytes per read
 
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file of a data set."""
+    """A published data set's file: description, address, size in bytes and digest."""
 
     about: str
     url: str
@@ -32,6 +32,7 @@ class PublishedFile:
 
     @property
     def name(self) -> str:
+        """File name, the last part of the address."""
         return self.url.rpartition("/")[2]
 
 
@@ -52,9 +53,10 @@ PUBLISHED = {
 
 
 def download(one: PublishedFile, folder: Path, moved: Callable[[int, int], object]) -> Path:
-    """The file, which appears when it is whole and the one that was published. Nothing is asked for one that is there.
+    """Download a file into `folder`, unless it is there already, and return its path.
 
-    TaskError where it can't be had.
+    The file is written under a temporary name, and renamed once its digest is verified. `moved` is called with (bytes
+    received, size). Raises TaskError if the download fails, or if the received or existing file has another digest.
     """
     path = folder / one.name
     if path.exists():
@@ -78,7 +80,10 @@ def download(one: PublishedFile, folder: Path, moved: Callable[[int, int], objec
 
 
 def _receive(one: PublishedFile, path: Path, moved: Callable[[int, int], object]) -> str:
-    """What the server sends, one byte more than wanted at most; its digest."""
+    """Write the server's response to a file, and return its digest.
+
+    Reads at most one byte more than the expected size, enough to notice a larger file.
+    """
     digest, size = hashlib.sha256(), 0
     with urllib.request.urlopen(one.url, timeout=TIMEOUT) as answer, path.open("wb") as file:
         while size <= one.size and (piece := answer.read(min(PIECE, one.size + 1 - size))):

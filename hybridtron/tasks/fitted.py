@@ -1,6 +1,6 @@
-"""A task whose text grows by units, such as lines of noise or words of an essay, and is fitted to a length.
+"""Base class for tasks that fit their text to a length by adding units, such as lines of noise or an essay's words.
 
-Length = tokens of the prompt + tokens to generate, without special tokens.
+A sample's length is the number of prompt tokens plus tokens to generate, without special tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from hybridtron.tasks.fitting import TooShort, most_units, shrink
 
 @dataclass(frozen=True)
 class TaskText:
-    """A sample before it is tokens. `answer` follows the prompt in training."""
+    """A sample's texts, before tokenization.
+
+    The prompt is `question` + `answer_prefix`; in training `answer` follows it. Metrics look for `outputs`.
+    """
 
     question: str
     answer_prefix: str
@@ -28,26 +31,29 @@ class TaskText:
 
 
 class FittedTask(Task):
-    """What fits is found with a first sample, from which all others start and shrink as they must."""
+    """A task whose samples have as many units as fit their length.
+
+    A search with one sample finds the number of units. Other samples start with it, and lose units until they fit.
+    """
 
     generate: ClassVar[int]
-    tries: ClassVar[int] = 1  # draws of a sample, where one that is too long is drawn again
+    tries: ClassVar[int] = 1  # number of times that a sample is drawn if it is too long with the fewest units
 
     @abstractmethod
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
-        """The text of sample `index` with this number of units, for a length of which they are a part."""
+        """Generate sample `index` with this number of units; `length` is the sample's maximum in tokens."""
 
     @abstractmethod
     def steps(self, length: int) -> tuple[int, int]:
-        """The fewest units, and how many more at a time."""
+        """Return the minimum number of units, and the step by which it grows."""
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """The units to start from; `size` is that of the sample."""
+        """Return the number of units with which a sample starts; `size(units)` is its length in tokens."""
         return fitted(self, tokenizer, length)
 
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
         self.check(length)
-        self.random(seed, index)  # refuses seeds below 0
+        self.random(seed, index)  # raises TaskError for a negative seed or index
         for attempt in range(self.tries):
             try:
                 return self._sample(seed, index, tokenizer, length, f"{self.name} {seed} {index} {attempt}")
@@ -83,7 +89,7 @@ class FittedTask(Task):
         )
 
     def check(self, length: int) -> None:
-        """TaskError where options or length can't work; without making a sample."""
+        """Raise TaskError if options or length are invalid; no sample is generated."""
         if length <= self.generate:
             raise TaskError(
                 f"{self.name}: a length of {length} has no room beside the {self.generate} generated tokens"
@@ -92,7 +98,7 @@ class FittedTask(Task):
 
 @lru_cache(1024)
 def fitted(task: FittedTask, tokenizer: TextTokens, length: int) -> int:
-    """The units that fit in a first sample."""
+    """Return the number of units that fit in a first sample; cached by task, tokenizer and length."""
 
     def size(units: int) -> int:
         text = task.text_of(Random(f"{task.name} fitting"), units, 0, length)

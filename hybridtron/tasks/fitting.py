@@ -1,7 +1,7 @@
-"""How much of a haystack fits a length: the largest number of units, found by a search that ends.
+"""Searches for the largest number of units (lines, words, ...) with which a text fits a length in tokens.
 
-A unit is at least one token, so no more units than tokens can fit; a sample that is too long with the fewest units is
-an error. Tokens needn't grow evenly with units, so a found number is checked by its own sample.
+A unit is at least one token, so the length bounds the search. A sample that is too long with the fewest units is an
+error. The number of tokens need not be monotonic in the number of units, so `shrink` checks each sample by itself.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from hybridtron.tasks.base import TaskError
 
 
 class TooShort(TaskError):
-    """A length that can't fit a sample."""
+    """Raised if a sample is too long even with the fewest units."""
 
 
 def most_units(size: Callable[[int], int], length: int, fewest: int, step: int) -> int:
-    """The largest fewest + n * step units whose sample has at most `length` tokens; `fewest` even where it has more.
+    """Return the largest fewest + n * step units with at most `length` tokens, or `fewest` if even that is too long.
 
-    Doubles the steps until a sample is too long, then halves the interval. Units that `size` can't make are its
-    business: it may return any number above `length`.
+    n is doubled until a sample is too long, then bisected. `size(units)` returns the sample's length in tokens; if it
+    can't generate a sample with that number of units, it may return any number above `length`.
     """
     fits, too_many = 0, 1
     while fewest + too_many * step <= length and size(fewest + too_many * step) <= length:
@@ -32,7 +32,10 @@ def most_units(size: Callable[[int], int], length: int, fewest: int, step: int) 
 
 
 def shrink(size: Callable[[int], int], length: int, units: int, fewest: int, step: int, what: str) -> int:
-    """The largest units - n * step that fit; TooShort where `fewest` don't."""
+    """Return the largest units - n * step that fit, at least `fewest`. Raises TooShort if `fewest` don't fit.
+
+    `what` names the task in the message.
+    """
     while (needed := size(units)) > length:
         if units <= fewest:
             raise TooShort(f"{what}: a length of {length} can't fit a sample, which needs {needed} tokens at least")

@@ -1,11 +1,11 @@
-"""Text in which facts are hidden: one repeated line, or essays by a provider.
+"""Haystacks, the texts in which facts are hidden: one repeated line (NOISE), or an essay from one of these providers.
 
-synthetic    sentences made of word lists; needs no corpus
-files:DIR    all .txt and .md files below a folder, in the order of their names
-shards:DIR   held-out documents of a prepared folder, of at least 20 words
+    synthetic    sentences made from word lists; needs no corpus
+    files:DIR    all .txt and .md files below a folder, ordered by path
+    shards:DIR   held-out documents of a prepared folder, with at least 20 words
 
-Scores with different providers are not comparable, so samples name theirs. Sentences that could be taken for a needle
-("special magic", a number of 7 digits) are left out.
+Scores with different providers are not comparable, so each sample names its provider. Sentences that could be mistaken
+for a needle ("special magic", or a 7-digit number) are left out.
 """
 
 from __future__ import annotations
@@ -27,40 +27,41 @@ from hybridtron.tasks.words import sentences
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 SYNTHETIC = "synthetic"
 SYNTHETIC_SENTENCES = 20000
-LARGEST_FILE = 2**28  # bytes of one text
-LARGEST_CORPUS = 2**28  # characters that are read of a corpus; 16M tokens or so
-CACHE = Path("data/cache")  # for shards that are compressed, as `data.cache` has it
+LARGEST_FILE = 2**28  # bytes of one file
+LARGEST_CORPUS = 2**28  # characters after which no more of a corpus is read
+CACHE = Path("data/cache")  # for decompressed shards; the default of the key `data.cache`
 SHORTEST_DOCUMENT = 20  # words
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(]?[A-Z0-9])")
 LIKE_A_NEEDLE = re.compile(r"special magic|\d{7}", re.IGNORECASE)
 
 
 def essay(provider: str, count: int) -> list[str]:
-    """The first `count` words; from the start again where the corpus has fewer."""
+    """Return the first `count` words of a corpus, repeated if it has fewer. Raises TaskError if it can't be read."""
     words = _words(provider, 0) if provider != SYNTHETIC else _words(provider, 1 << max(count, 1).bit_length())
     repeats = -(-count // len(words))
     return (words * repeats)[:count]
 
 
 def essay_sentences(provider: str, count: int) -> list[str]:
-    """The sentences of the first `count` words."""
+    """Split a corpus's first `count` words into sentences."""
     return split_sentences(" ".join(essay(provider, count)))
 
 
 def corpus_sentences(provider: str) -> list[str]:
-    """The sentences of the corpus, or SYNTHETIC_SENTENCES that are made up."""
+    """Return all sentences of a corpus; for the synthetic provider, SYNTHETIC_SENTENCES generated ones."""
     if provider == SYNTHETIC:
         return list(islice(sentences(), SYNTHETIC_SENTENCES))
     return split_sentences(" ".join(_words(provider, 0)))
 
 
 def split_sentences(text: str) -> list[str]:
-    """At white space after a sentence's end and before a capital or a digit."""
+    """Split a text at white space between the end of a sentence and a capital letter or digit."""
     return [part for part in SENTENCE_END.split(text) if part]
 
 
 @cache
 def _words(provider: str, enough: int) -> list[str]:
+    """Return a corpus's words, without needle-like sentences; of the synthetic corpus, the first `enough` words."""
     if provider == SYNTHETIC:
         made = (word for sentence in sentences() for word in sentence.split())
         return list(islice(made, enough))
@@ -81,7 +82,7 @@ def _words(provider: str, enough: int) -> list[str]:
 
 
 def usable(sentence: str) -> bool:
-    """Whether a sentence can't be taken for a needle."""
+    """Check that a sentence can't be mistaken for a needle."""
     return not LIKE_A_NEEDLE.search(sentence)
 
 

@@ -1,7 +1,7 @@
-"""Metrics of an answer, each from 0 to 1. They are given the continuation alone: an echoed prompt must not count.
+"""Metrics of an answer, each from 0 to 1. They take the continuation without the prompt, whose words must not count.
 
-Suites normalize differently and so each has its own: RULER lowercases, LongBench's F1 drops punctuation and articles,
-passkeys are compared as numbers. Sets of labels are in `babilong/`.
+Each suite normalizes text in its own way: RULER ignores case, LongBench's F1 drops punctuation and articles, passkeys
+are compared as numbers. BABILong's metrics, which compare sets of labels, are in `babilong/`.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def cleaned(answer: str) -> str:
-    """RULER's: stripped, control characters as newlines, stripped again."""
+    """Normalize an answer as RULER does: strip it, replace control characters by newlines, strip again."""
     return _CONTROL.sub("\n", answer.strip()).strip()
 
 
 def string_match_all(answer: str, outputs: Sequence[str]) -> float:
-    """The share of the outputs that occur in the answer, in any case (RULER)."""
+    """Return the fraction of the outputs that occur in the answer, ignoring case (RULER)."""
     written = cleaned(answer).lower()
     return sum(output.lower() in written for output in outputs) / len(outputs)
 
 
 def string_match_part(answer: str, outputs: Sequence[str]) -> float:
-    """Whether any of the outputs occurs in the answer, in any case (RULER's QA)."""
+    """Return 1 if any output occurs in the answer, ignoring case, else 0 (RULER's QA)."""
     written = cleaned(answer).lower()
     return float(any(output.lower() in written for output in outputs))
 
 
 def exact_match(answer: str, outputs: Sequence[str]) -> float:
-    """Whether the stripped answer is one of the outputs."""
+    """Return 1 if the stripped answer equals one of the outputs, else 0."""
     return float(answer.strip() in [output.strip() for output in outputs])
 
 
 def first_integer(answer: str, wanted: int) -> float:
-    """Whether the first integer in the answer is the wanted one (Landmark Attention's passkey)."""
+    """Return 1 if the first integer in the answer is the wanted one, else 0 (Landmark Attention's passkey)."""
     found = re.search(r"[0-9]+", answer)
     return float(found is not None and int(found[0]) == wanted)
 
 
 def normalized(text: str) -> list[str]:
-    """Words in lower case without punctuation and articles (LongBench, SQuAD)."""
+    """Split a text into lower-case words without punctuation and articles (LongBench, SQuAD)."""
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return _ARTICLES.sub(" ", bare).split()
 
 
 def f1(answer: str, outputs: Sequence[str]) -> float:
-    """The largest F1 of shared words, over the outputs: 2 shared / (words of both)."""
+    """Return the answer's word F1, 2 shared / (words in both), with the output for which it is largest."""
     written = normalized(answer)
     return max(_f1(written, normalized(output)) for output in outputs)
 
@@ -61,5 +61,5 @@ def _f1(written: list[str], wanted: list[str]) -> float:
 
 
 def character_accuracy(answer: str, wanted: str) -> float:
-    """The share of the wanted characters that stand at their place."""
+    """Return the fraction of the wanted characters that the answer has at the same position."""
     return sum(a == b for a, b in zip(answer, wanted, strict=False)) / len(wanted)

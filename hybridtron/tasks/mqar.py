@@ -1,10 +1,10 @@
 """Multi-query associative recall (MQAR; Arora et al. 2023), as token ids.
 
-A row of L tokens starts with k pairs of key and value. The rest is slots of two tokens. Each key comes again once, as
+A row of L tokens starts with k pairs of key and value. The rest is slots of two tokens. Each key occurs once more, as
 the first token of a slot; slot i is chosen with a probability in proportion to a * i^(a - 1), without replacement, so
-short gaps are likely. What is wanted at that key is its value: the target is not the next token, so a sample has
-labels. All other places hold random ids (or 0). With `follows` the value is the second token of the slot, so that the
-target is the next token, as in the prepared tokens that a run trains on.
+short gaps are likely. The target at that position is the key's value. It is not the next token, so samples have labels.
+All other positions hold random ids (or 0). With `follows` the value is the second token of the slot: then the target is
+the next token, as training on prepared tokens requires.
 
 Keys are from 1 to V/2 - 1, values from V/2 to V - 1, both without replacement. The paper's sizes (L, k): (64, 4),
 (128, 8), (256, 16), (512, 64). A state-space layer needs a convolution or a second layer to bind value to key.
@@ -21,14 +21,14 @@ from hybridtron.tasks.base import IGNORED, Sample, TaskError, TextTokens, TokenT
 
 @dataclass(frozen=True)
 class MultiQueryRecall(TokenTask):
-    """Pairs, then queries.
+    """The MQAR task.
 
-    pairs        k
+    pairs        k, the number of keys
     vocabulary   V
-    power        a
-    random_rest  whether the other places hold random ids; 0 else
-    noise        of how many ids, all beyond V, these are drawn; 0: of V, where they can be keys and values
-    follows      whether the value stands behind its key the second time, too
+    power        a, the exponent in the distribution of gaps
+    random_rest  fill other positions with random ids, not with 0
+    noise        additional ids from which these are drawn; 0: they are drawn from all V ids, keys included
+    follows      put the value after its key also the second time, so that targets are next tokens
     """
 
     name: str = "mqar"
@@ -84,10 +84,10 @@ class MultiQueryRecall(TokenTask):
         )
 
     def _slots(self, random: Random, length: int) -> list[int]:
-        """A slot for each key, from 0.
+        """Draw a slot for each key, counted from 0, without replacement.
 
-        The k smallest of -log(u) / weight are distributed as k draws without replacement are: the minimum of
-        exponential variables is the i-th with a probability in proportion to its rate, and they have no memory.
+        The k smallest values -log(u) / weight are distributed like k weighted draws without replacement: the minimum of
+        exponential variables is the i-th with a probability in proportion to its rate, and they are memoryless.
         """
         count = (length - 2 * self.pairs) // 2
         waits = [-log(1 - random.random()) / (self.power * i ** (self.power - 1)) for i in range(1, count + 1)]

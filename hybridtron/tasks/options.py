@@ -1,6 +1,7 @@
-"""A task by its name, with options: `named("passkey", ["digits=3"])`. Groups are names of several tasks.
+"""Looks up tasks by name and sets their options: `named("passkey", ["digits=3"])`.
 
-Of several tasks each gets the options that it has: `essay` of RULER's eleven is that of their needles.
+A group's name stands for several tasks. Each of them gets the options that it has: `essay=...` for RULER's eleven tasks
+affects those with an essay as haystack.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from hybridtron.problems import did_you_mean
 from hybridtron.tasks import GROUPS, TASKS
 from hybridtron.tasks.base import MOST_OPTION, Task, TaskError
 
-LONGEST_NUMBER = 100  # characters that are looked at
+LONGEST_NUMBER = 100  # characters of a number that are parsed
 TRUTH = {"true": True, "false": False}
 
 
 def options_of(task: Task) -> dict[str, object]:
-    """The options of a task and what they are set to."""
+    """Return a task's options with their values."""
     return {one.name: getattr(task, one.name) for one in fields(task) if one.name != "name"}  # pyrefly: ignore
 
 
 def named(name: str, settings: Sequence[str] = ()) -> Task:
-    """A task of the registry; TaskError where there is none, or an option can't be set so."""
+    """Return a registered task with options set from `NAME=VALUE` strings.
+
+    Raises TaskError for an unknown task, an unknown option, or a value of the wrong type.
+    """
     if name not in TASKS:
         raise TaskError(f"there is no task {name}{did_you_mean(name, TASKS)}; `hybridtron tasks list` names all")
     task = TASKS[name]
@@ -41,7 +45,10 @@ def named(name: str, settings: Sequence[str] = ()) -> Task:
 
 
 def all_named(names: Sequence[str], settings: Sequence[str] = ()) -> list[Task]:
-    """The tasks of names and groups; TaskError where none of them has an option."""
+    """Return the tasks of several names or groups, each with those options that it has.
+
+    Raises TaskError if none of the tasks has an option.
+    """
     tasks = [named(name) for name in members(names)]
     options = {task.name: options_of(task) for task in tasks}
     shared = {setting for setting in settings if any(_option(setting) in known for known in options.values())}
@@ -53,11 +60,12 @@ def _option(setting: str) -> str:
 
 
 def members(names: Sequence[str]) -> list[str]:
-    """Names of tasks and groups -> names of tasks, each once."""
+    """Replace groups by the names of their tasks; each task is listed once."""
     return list(dict.fromkeys(member for name in names for member in GROUPS.get(name, (name,))))
 
 
 def _read(name: str, option: str, text: str, default: object) -> object:
+    """Convert a value to the type of the option's default. Raises TaskError if it can't be, or is too large."""
     try:
         if isinstance(default, bool):
             return TRUTH[text.lower()]

@@ -1,11 +1,12 @@
 """Passkey retrieval with the prompt of Landmark Attention, in samples of exactly `length` tokens.
 
-Five parts, each encoded separately with its leading newline: what will be asked, filler, the key, filler, the question.
-The filler is tokens of one repeated text, cut to what the length leaves; depth says how much of it is before the key.
+A sample has five parts, each encoded separately with its leading newline: instruction, filler, key, filler, question.
+The filler is one repeated text, cut to the tokens that the other parts leave. The depth is the fraction of the filler
+before the key.
 
-Samba (section 3.3): `digits=5`, `depth_steps=11`, five keys for each depth: 55 samples a length; training draws depths
-(`depth_steps=0`) and keys of documents of 4096 tokens. The length paper (section 5.2): `trim=left`, as its Figure 8
-begins in mid-sentence, and `end=.`, since models otherwise repeat the key; its Figure 8 has `digits=4`.
+Samba (section 3.3): `digits=5`, `depth_steps=11`, five keys for each depth, hence 55 samples per length. It trains on
+documents of 4096 tokens with random depths (`depth_steps=0`) and keys. The length paper (section 5.2): `trim=left`, as
+its Figure 8 begins in mid-sentence, and `end=.`, since models otherwise repeat the key; its Figure 8 has `digits=4`.
 Landmark Attention itself cuts the filler by characters and draws keys from 1 to 50000, so its lengths vary.
 """
 
@@ -25,18 +26,18 @@ WARNING = (
 KEY = "\nThe pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "\nWhat is the pass key? The pass key is"
 TRIMS = ("left", "right")
-MOST_DIGITS = 4_000  # Python writes none of more than 4,300
-MORE = 2  # tokens that an evaluation generates beyond the answer's
+MOST_DIGITS = 4_000  # Python refuses to format integers of more than 4,300 digits
+MORE = 2  # tokens that an evaluation generates beyond the length of the answer
 
 
 @dataclass(frozen=True)
 class Passkey(Task):
-    """A number in filler text.
+    """Passkey retrieval: a number hidden in filler text.
 
-    digits       of the key; the first is not 0
+    digits       number of digits in the key; the first is not 0
     depth_steps  sample i has depth (i mod depth_steps) / (depth_steps - 1); 0: drawn uniformly from 0 to 1
-    trim         the side on which the filler before the key is cut
-    end          what ends the answer
+    trim         side on which the filler before the key is cut: left or right
+    end          string that ends the answer
     """
 
     name: str = "passkey"
@@ -80,7 +81,7 @@ class Passkey(Task):
         )
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """`exact`: the first integer is the key. `token_exact`: the answer, letter by letter."""
+        """Return `exact`, 1 if the first integer is the key, and `token_exact`, 1 if the answer matches verbatim."""
         written = answer.startswith(sample.answer)
         return {"exact": first_integer(answer, int(sample.outputs[0])), "token_exact": float(written)}
 
@@ -95,7 +96,10 @@ class Passkey(Task):
 
 
 def depth_of(index: int, steps: int, random: Random) -> float:
-    """From 0 (the start of the filler) to 1: on a grid by the index, or drawn."""
+    """Return a sample's depth, from 0 (start of the filler) to 1: on a grid of `steps` depths, or random if it is 0.
+
+    Raises TaskError for a single step.
+    """
     if steps == 0:
         return random.random()
     if steps < 2:
@@ -104,7 +108,7 @@ def depth_of(index: int, steps: int, random: Random) -> float:
 
 
 def tiled(tokenizer: TextTokens, count: int) -> list[int]:
-    """The first tokens of the filler, repeated with spaces."""
+    """Return the first `count` tokens of the filler text, repeated with spaces in between."""
     tokens = tokenizer.encode(FILLER)
     again = tokenizer.encode(f" {FILLER}")
     while len(tokens) < count:
@@ -113,7 +117,7 @@ def tiled(tokenizer: TextTokens, count: int) -> list[int]:
 
 
 def prefix_filler(tokenizer: TextTokens, count: int, trim: str) -> list[int]:
-    """As many tokens of filler: its first ones, or its last ones, which end with a sentence."""
+    """Return `count` tokens of filler, cut on the left, so that it ends with a full sentence, or on the right."""
     if trim == "right" or count == 0:
         return tiled(tokenizer, count)
     first, again = tokenizer.encode(FILLER), tokenizer.encode(f" {FILLER}")

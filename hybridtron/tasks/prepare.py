@@ -1,10 +1,10 @@
-"""Tasks on token ids as a folder of prepared tokens with masks, which a recipe trains on.
+"""Writes tasks on token ids as a prepared folder with loss masks, for training by a recipe.
 
-    train/TASK-LENGTH        samples of the training seed
-    validation/TASK-LENGTH   samples of the seed itself, which an evaluation of that seed asks, too
+    train/TASK-LENGTH        samples from the training seed
+    validation/TASK-LENGTH   samples from the seed itself, the same that an evaluation with this seed has
 
-A sample is a document: its tokens, and an eos that is not learned, whose id is the first beyond the task's vocabulary.
-No sample is there twice. The tokenizer knows ids as words: "17" is token 17.
+Each sample is a document: its tokens, followed by an eos that is not learned and whose id is the first beyond all the
+tasks' vocabularies. Samples are distinct. The folder's tokenizer maps ids to words: "17" is token 17.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Moved = Callable[[int, int], None]
 
 
 def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
-    """Write it; of `wanted`, `evaluation` is the number of held-out samples."""
+    """Write a prepared folder; `wanted.evaluation` is the number of held-out samples per task and length.
+
+    `moved` is called with (samples written, samples in total). Raises TaskError for tasks that can't be prepared.
+    """
     tasks = token_tasks(wanted)
     eos = max(task.num_tokens for task in tasks)
     done, of = itertools.count(1), len(tasks) * len(wanted.lengths) * (wanted.evaluation + wanted.training)
@@ -41,7 +44,7 @@ def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
             ("train", training_seed(wanted.seed), wanted.training),
         ):
             samples = _heard(distinct(task, seed, count, ByteTokens(), length, seen), lambda: moved(next(done), of))
-            documents, same = itertools.tee(samples)  # read in turns: one sample is held
+            documents, same = itertools.tee(samples)  # tokens and masks are read alternately, so tee buffers one sample
             splits[split][f"{task.name}-{length}"] = (np.array(one.tokens) for one in documents)
             masks[split][f"{task.name}-{length}"] = (_mask(one) for one in same)
     origin = {"corpus": "tasks", "seed": wanted.seed, "tasks": json.dumps(wanted.about()["tasks"])}
@@ -49,7 +52,10 @@ def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
 
 
 def token_tasks(wanted: WrittenSet) -> Sequence[TokenTask]:
-    """The tasks, where all of them can be prepared so."""
+    """Return the tasks, after checking that all can be prepared.
+
+    Raises TaskError for a task in text, for one whose targets are not the next token, or without training samples.
+    """
     tasks = []
     for task in wanted.tasks:
         if not isinstance(task, TokenTask):
@@ -65,17 +71,19 @@ def token_tasks(wanted: WrittenSet) -> Sequence[TokenTask]:
 
 
 def _mask(sample: Sample) -> np.ndarray:
-    """With an entry for eos, which is not learned."""
+    """Return a sample's loss mask, with an entry for the eos, which is not learned."""
     return np.array([*sample.mask, 0], dtype=np.bool_)
 
 
 def _heard(samples: Iterator[Sample], made: Callable[[], None]) -> Iterator[Sample]:
+    """Pass samples through, calling `made` before each, to report progress."""
     for sample in samples:
         made()
         yield sample
 
 
 def _tokenizer(eos: int) -> str:
+    """Return a tokenizer.json whose words are the ids below `eos`, separated by spaces."""
     tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(eos)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(EOS, special=True)])

@@ -1,17 +1,17 @@
-"""Joint recall, with any number of levels of context (HAX, section 3.2 and appendices C.1 and D), as token ids.
+"""Joint recall with any number of context levels (HAX, section 3.2 and appendices C.1 and D), as token ids.
 
-A table has a value for every combination of tokens, one of each level. It is written as nested blocks: a token of a
-level, then the blocks of the next level; the last level's token is the key, and its value follows. A row:
+A table has a value for every combination of tokens, one from each level. It is written as nested blocks: a token of a
+level, then the blocks of the next level; a token of the last level is a key, followed by its value. A row:
 
     BOS, the table with every level in random order, SEP, the table with every level in another random order
 
-In the second part the value is wanted at each key; it is fed back, so that the rest can be read. One level is
-associative recall of many queries, two are joint recall: values of keys that depend on a context.
+In the second table each value is learned and scored, predicted at its key. With one level, the task is associative
+recall of many queries; with two it is joint recall: a key's value depends on a context.
 
     vocabulary   BOS 1, EOS 2, PAD 3, SEP 4; values 10-25, keys 26-41, contexts 42-57, their contexts 58-73, ...
 
 The paper has 5 to 16 contexts of 5 to 16 keys; a row is 2 * contexts * (2 * keys + 1) + 2 tokens long, 1058 at most.
-With `padded` every row is as long as is asked for, so that a training row holds one table.
+With `padded` every row has exactly `length` tokens, so that a training row holds one table.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from hybridtron.tasks.base import Sample, TaskError, TextTokens, TokenTask
 
 BOS, EOS, PADDING, SEPARATOR = 1, 2, 3, 4
 VOCABULARY = 100
-SYMBOLS = 16  # of each level, and of values
+SYMBOLS = 16  # number of different tokens of each level, and of values
 FIRST_VALUE, FIRST_KEY = 10, 26
-MOST_LEVELS = 4  # what a vocabulary of 100 has room for
+MOST_LEVELS = 4  # the maximum for a vocabulary of 100
 Table = dict[tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
 class JointRecall(TokenTask):
-    """Values of keys that depend on contexts.
+    """Joint recall: keys whose values depend on contexts.
 
-    sizes    tokens of each level, the outermost first: `5-16,5-16` draws two numbers from 5 to 16
-    symbols  that each level chooses from, and values, of the 16 that there are
-    padded   whether PAD fills a row to the length; it is not learned
+    sizes    each level's number of tokens, outermost first: `5-16,5-16` draws two numbers from 5 to 16
+    symbols  number of different tokens from which each level and the values are drawn, at most 16
+    padded   fill rows to the length with PAD, which is not learned
     """
 
     name: str = "joint_recall"
@@ -86,7 +86,7 @@ class JointRecall(TokenTask):
         )
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Fewest and most tokens of each level."""
+        """Parse `sizes` into each level's minimum and maximum number of tokens. Raises TaskError if it is invalid."""
         found = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in self.sizes.split(",")]
         ranges = [(int(one[1]), int(one[2] or one[1])) for one in found if one]
         if not 1 <= self.symbols <= SYMBOLS:
@@ -102,7 +102,7 @@ class JointRecall(TokenTask):
 
 
 def blocks(table: Table, levels: Sequence[Sequence[int]], path: tuple[int, ...], random: Random) -> list[int]:
-    """The blocks of a level in random order; after the last one the value."""
+    """Return the table below `path` as tokens, with each level in random order; values follow their keys."""
     if len(path) == len(levels):
         return [table[path]]
     tokens: list[int] = []
@@ -112,6 +112,6 @@ def blocks(table: Table, levels: Sequence[Sequence[int]], path: tuple[int, ...],
 
 
 def row_length(counts: Sequence[int]) -> int:
-    """BOS, SEP and twice the blocks: a token for each path of each level, and the values."""
+    """Return a row's length: BOS, SEP, and twice the table, with a token for each node of each level and the values."""
     paths = [prod(counts[: depth + 1]) for depth in range(len(counts))]
     return 2 + 2 * (sum(paths) + paths[-1])

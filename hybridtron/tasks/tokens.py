@@ -1,6 +1,6 @@
-"""The tokenizers of tasks: a tokenizer.json on this machine, or bytes. No special tokens: a sample begins without bos.
+"""Tokenizers for tasks: a local tokenizer.json, or bytes. They add no special tokens, so samples begin without bos.
 
-A length in tokens means another text with each tokenizer, so every written set names the tokenizer's digest.
+A sample of a given length in tokens depends on the tokenizer, so every written set records the tokenizer's digest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BYTES = "bytes"
 
 @dataclass(frozen=True)
 class ByteTokens:
-    """Every byte of UTF-8 is a token."""
+    """The byte tokenizer: every byte of a text's UTF-8 is a token."""
 
     digest: str = BYTES
 
@@ -36,7 +36,7 @@ class ByteTokens:
 
 @dataclass(frozen=True)
 class FileTokens:
-    """A tokenizer.json; special tokens that a text spells are spelled out."""
+    """A tokenizer from tokenizer.json. Special tokens' names in a text are encoded as ordinary characters."""
 
     tokenizer: Tokenizer = field(compare=False)
     digest: str
@@ -49,7 +49,7 @@ class FileTokens:
 
 
 def open_tokens(name: str) -> TextTokens:
-    """`bytes`, or the tokenizer.json that a path is or holds."""
+    """Open a tokenizer: `bytes`, a tokenizer.json, or a folder that has one. Raises TaskError if it can't be read."""
     if name == BYTES:
         return ByteTokens()
     if (wrong := possible_path(name)) is not None:

@@ -1,7 +1,7 @@
-"""English words by the package wonderwords (extra `tasks`), and sentences that are made of them.
+"""English words from the package wonderwords (extra `tasks`), and random sentences made of them.
 
-RULER draws keys `adjective-noun` and the words of its lists from these. The sentences are a haystack for where there is
-no text; they have 8 to 25 words, no digits and no "magic".
+RULER's keys (`adjective-noun`) and word lists are drawn from these words. The sentences are the haystack when there is
+no corpus; they have 8 to 25 words, no digits and no "magic".
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ JOINTS = (", and ", ", but ", " because ", ", so ", " although ")
 
 @cache
 def lists() -> dict[str, tuple[str, ...]]:
-    """The distinct words of each kind, sorted."""
+    """Return the distinct words of each kind, sorted. Raises TaskError if wonderwords is not installed."""
     try:
         from wonderwords import RandomWord
     except ModuleNotFoundError as error:
@@ -63,25 +63,25 @@ def lists() -> dict[str, tuple[str, ...]]:
 
 
 def word_pair(random: Random) -> str:
-    """`adjective-noun`."""
+    """Draw a key `adjective-noun`."""
     return f"{random.choice(lists()['adjective'])}-{random.choice(lists()['noun'])}"
 
 
 @cache
 def single_words() -> tuple[str, ...]:
-    """The distinct words of all kinds, sorted."""
+    """Return the distinct words of all kinds, sorted."""
     return tuple(sorted({word for words in lists().values() for word in words}))
 
 
 @cache
 def _plain() -> dict[str, tuple[str, ...]]:
-    """The words of each kind that are letters alone."""
+    """Return all-lower-case words by their kind's first letter; words that begin with `magic` are left out."""
     kept = re.compile(r"(?!magic)[a-z]+\Z")
     return {kind[0]: tuple(word for word in words if kept.match(word)) for kind, words in lists().items()}
 
 
 def sentences() -> Iterator[str]:
-    """Always the same ones, without end."""
+    """Yield random sentences without end, the same on every call."""
     random = Random("sentences")
     while True:
         text = _clause(random)
@@ -93,4 +93,5 @@ def sentences() -> Iterator[str]:
 
 
 def _clause(random: Random) -> str:
+    """Fill a random clause with random words."""
     return re.sub(r"\{(\w)\}", lambda kind: random.choice(_plain()[kind[1]]), random.choice(CLAUSES))

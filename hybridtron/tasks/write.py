@@ -1,12 +1,12 @@
-"""Sets of samples as files: one a task and length, for evaluation and for training, and what they were made with.
+"""Writes sets of samples as JSON lines: a file for each split, task and length, and set.json with the settings.
 
-    DIR/set.json                          tokenizer's digest, seed, numbers of samples, options of each task
+    DIR/set.json                          tokenizer's digest, seed, numbers of samples, each task's options
     DIR/evaluation/passkey-1024.jsonl
     DIR/training/passkey-1024.jsonl
 
-A line of a text task has `prompt` and `completion`, and what an evaluation needs. One of a task on token ids has
-`tokens`, and `mask`, or `labels` where a target is not the next token. No sample is in a file twice, and none of the
-evaluation set is in the training set.
+For a text task, a line has `prompt`, `completion` and the fields that an evaluation needs. For a task on token ids it
+has `tokens` and `mask`, or `labels` if targets are not the next token. Samples within a file are distinct, and the
+training set has no sample of the evaluation set.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hybridtron.storage.durable import temporary_of
 from hybridtron.tasks.base import Sample, Task, TaskError, TextTokens, training_seed
 from hybridtron.tasks.options import options_of
 
-TRIES = 20  # samples that are drawn for one that is new
+TRIES = 20  # maximum number of samples drawn per distinct sample
 
 
 @dataclass(frozen=True)
 class WrittenSet:
-    """What is written: for each task and length `evaluation` and `training` samples."""
+    """The contents of a set: for each task and length, `evaluation` and `training` are the numbers of samples."""
 
     tasks: tuple[Task, ...]
     lengths: tuple[int, ...]
@@ -38,7 +38,7 @@ class WrittenSet:
     tokenizer: TextTokens
 
     def about(self) -> dict[str, Any]:
-        """What set.json holds."""
+        """Return the contents of set.json."""
         return {
             "tokenizer": self.tokenizer.digest,
             "seed": self.seed,
@@ -52,7 +52,10 @@ class WrittenSet:
 def distinct(
     task: Task, seed: int, count: int, tokenizer: TextTokens, length: int, seen: set[bytes]
 ) -> Iterator[Sample]:
-    """Samples that are not among the seen; TaskError where the task has too few of them."""
+    """Yield `count` samples whose identities are not in `seen`, and add them to it.
+
+    Raises TaskError if the task does not give that many distinct samples in TRIES * count tries.
+    """
     found, index = 0, 0
     while found < count:
         if index >= TRIES * count:
@@ -67,12 +70,12 @@ def distinct(
 
 
 def identity(sample: Sample) -> bytes:
-    """The same for samples that a model can't distinguish."""
+    """Return a digest of a sample's tokens and labels, equal for samples that a model can't distinguish."""
     return hashlib.blake2b(repr((sample.tokens, sample.labels)).encode(), digest_size=16).digest()
 
 
 def row(sample: Sample, text: bool) -> dict[str, Any]:
-    """A sample as a line of JSON."""
+    """Return a sample's fields for a JSON line; `text` is the task's `text`."""
     about = {"task": sample.task, "seed": sample.seed, "index": sample.index}
     sizes = {"length": sample.length, "generate": sample.generate, "max_length": sample.max_length}
     if text:
@@ -86,7 +89,10 @@ def row(sample: Sample, text: bool) -> dict[str, Any]:
 
 
 def write(wanted: WrittenSet, folder: Path, moved: Callable[[int, int], None]) -> list[Path]:
-    """The files, in a folder that appears when all of them are complete."""
+    """Write a set's files and return their paths. The folder appears atomically, when all of them are complete.
+
+    `moved` is called with (files done, files in total) before each task and length.
+    """
     temporary = temporary_of(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     splits = {"evaluation": (wanted.seed, wanted.evaluation), "training": (training_seed(wanted.seed), wanted.training)}

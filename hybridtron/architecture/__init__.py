@@ -1,4 +1,4 @@
-"""The registry of mixers by the `kind` that a recipe writes. Each spec names its module."""
+"""Registry of mixer specs by the `kind` that a recipe writes. Each spec names the module that implements it."""
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec

@@ -1,18 +1,18 @@
-"""Low-rank adapters: what learns beside projections that are frozen, and their rows in the table of weights.
+"""Low-rank adapters of frozen projections, and their rows in the parameter table.
 
     y = W x + (alpha / rank) B A x          A (rank, in), B (out, rank)
 
-B starts at zero, so that a model with adapters begins as the one without. A projection whose outputs are fused has a
-pair for each of its parts: A's rows stand one below the other, and so do B's, under the names of the parts.
-Column-parallel: A is whole on every rank and gets a part of its gradient there, B is cut as W is. Row-parallel: A is
-cut as W is, B is whole with a part of its gradient; what it adds is summed over ranks with the layer's own output.
+B starts at zero, so that a model with adapters begins as the model without. A projection with fused outputs has one
+pair for each part: the rows of all A are concatenated, and so are those of all B, stored under the parts' names.
+Column-parallel: every rank holds the full A and gets a partial gradient for it; B is cut as W is. Row-parallel: A is
+cut as W is; every rank holds the full B with a partial gradient, and the adapter's output is summed over ranks
+together with the layer's own.
 
-With `dora` the rows of W + (alpha / rank) B A have lengths that are learned by themselves, those of W at first: M is
-what they have changed by, cut as B's rows are (`parallel/magnitude.py`). With `dropout` training leaves out a share of
-x on the adapter's way, and enlarges the rest.
+With `dora` the lengths of the rows of W + (alpha / rank) B A are learned separately, starting from those of W: M is
+their change, cut as B's rows are (`parallel/magnitude.py`). `dropout` is applied to the adapter's input in training.
 
-LoRA: Hu et al. 2021. `lora_plus` also trains embedding and norms (LongLoRA), `hylora` the short convolutions besides
-(Expansion Span, section 3.3). A tied embedding that learns is the head too.
+LoRA: Hu et al. 2021. `lora_plus` also trains embedding and norms (LongLoRA), `hylora` the short convolutions as well
+(Expansion Span, section 3.3). A tied embedding that is trained is also the head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybridtron.problems import Problem, did_you_mean
 
 
 class Adapting(StrEnum):
-    """What learns beside the adapters: nothing; embedding and norms; or these and the short convolutions."""
+    """Weights trained in addition to the adapters: none; embedding and norms; or these and the short convolutions."""
 
     lora = "lora"
     lora_plus = "lora_plus"
@@ -43,49 +43,49 @@ LEARNING_BESIDE = {
     Adapting.lora_plus: ("embedding.weight", "*norm*"),
     Adapting.hylora: ("embedding.weight", "*norm*", "*conv*"),
 }
-"""Names of weights, as patterns."""
+"""Patterns of the names of weights that each preset trains."""
 
 ADAPTERS = "*.adapter.*"
-"""The names of all adapters' weights."""
+"""Pattern of all adapter weights' names."""
 
 
 @dataclass
 class AdaptersConfig:
-    """Low-rank adapters beside frozen projections, and what learns with them."""
+    """Low-rank adapters of frozen projections, and the weights trained with them."""
 
     preset: Adapting = (
         Adapting.lora
-    )  # what learns besides: lora: nothing; lora_plus: embedding, norms; hylora: convs too
+    )  # weights trained too: lora: none; lora_plus: embedding and norms; hylora: also convolutions
     # names of projections, or of their parts, such as layers.*.mixer.kv.weight.k
     weights: list[str] = field(default_factory=lambda: [f"layers.*.mixer.{name}.weight" for name in ("q", "kv", "out")])
     rank: Annotated[int, at_least(1)] = 32  # inner width of an adapter
-    alpha: Annotated[float, above(0)] = 64.0  # what an adapter adds is multiplied by alpha / rank
-    # share of an adapter's inputs that a step of training leaves out, drawn for each layer, token and channel
+    alpha: Annotated[float, above(0)] = 64.0  # an adapter's output is multiplied by alpha / rank
+    # probability of dropping an adapter's input in training, drawn for each layer, token and channel
     dropout: Annotated[float, below_one("such as 0.05")] = 0.0
-    dora: bool = False  # the lengths of a projection's rows learn by themselves, beside their directions
+    dora: bool = False  # learn the lengths of a projection's rows separately from their directions
 
-    restart: bool = False  # merge those of the phase before and begin others, though they are the same
+    restart: bool = False  # merge the previous phase's adapters and start new ones, even if the settings are the same
 
     def continues(self, before: AdaptersConfig | None) -> bool:
-        """Whether these are the adapters that the phase before has trained."""
+        """Return True if training continues with the adapters of the previous phase."""
         if before is None or self.restart:
             return False
         return all(getattr(self, key) == getattr(before, key) for key in ("weights", "rank", "alpha", "dora"))
 
 
 def is_adapter(key: str) -> bool:
-    """Whether this is the name of an adapter's weight, or of a part of one, or of what an optimizer keeps of it."""
+    """Return True for the name of an adapter weight, of its parts, or an optimizer tensor for it."""
     return ".adapter." in key
 
 
 def adapter_key(key: str, piece: str) -> str:
-    """What a checkpoint calls A, B or M beside a projection, or beside a part of one."""
+    """Return the checkpoint's name for the A, B or M that adapts this weight or part."""
     return re.sub(r"\.weight(?=$|\.)", f".adapter.{piece}", key)
 
 
 @dataclass(frozen=True)
 class AdaptedPart:
-    """Rows of a projection, with an adapter of their own or without one."""
+    """Rows of a projection, with their own adapter or without one."""
 
     name: str
     rows: int
@@ -95,7 +95,7 @@ class AdaptedPart:
 def adapted_projections(
     table: Mapping[str, Parameter], adapters: AdaptersConfig | None
 ) -> dict[str, tuple[AdaptedPart, ...]]:
-    """The projections that have adapters, by the names of their weights, part by part."""
+    """Map the weight name of each projection with adapters to its parts."""
     if adapters is None:
         return {}
     found = {}
@@ -112,12 +112,12 @@ def adapted_projections(
 
 
 def is_projection(name: str, weight: Parameter) -> bool:
-    """Whether a weight is that of a linear layer of a mixer."""
+    """Return True for the weight of a linear layer in a mixer."""
     return ".mixer." in name and name.endswith(".weight") and len(weight.shape) == 2
 
 
 def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None) -> dict[str, Parameter]:
-    """Every weight of the adapters, by its full name: `layers.1.mixer.kv.adapter.A`."""
+    """Return every adapter weight by its full name, such as `layers.1.mixer.kv.adapter.A`."""
     rows = {}
     for name, parts in adapted_projections(table, adapters).items():
         assert adapters is not None
@@ -154,7 +154,10 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
 
 
 def adapter_problems(table: Mapping[str, Parameter], adapters: AdaptersConfig) -> Iterator[Problem]:
-    """Patterns that name nothing would train nothing, without a word; keys are those of the adapters."""
+    """Yield a problem for every pattern that matches no projection; keys are those of the adapters' section.
+
+    Without this check such a pattern would silently train nothing.
+    """
     projections = {name: weight for name, weight in table.items() if is_projection(name, weight)}
     names = [key for name, weight in projections.items() for key in dict.fromkeys((name, *weight.stored(name)))]
     there = list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", name) for name in names))

@@ -1,12 +1,12 @@
-"""Softmax attention with rotary positions: full or sliding window, with as many key/value heads as wanted.
+"""Softmax attention with rotary positions: full or sliding window, with grouped key/value heads.
 
     q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set]
     q, k -> RMSNorm [where `qk_norm` is set] -> RoPE, or on their first channels
     y = out(softmax(q k^T / sqrt(head_dim) [or times `scale`]) v [* sigmoid(u W_g) where `gate` is set])
 
-A window of w lets a token see itself and the w - 1 tokens before it. Grouped-query attention is `kv_heads` below
-`heads`; multi-query is `kv_heads` 1. `conv` is the short convolution on q, k and v of Samba's Table 8; that of
-mamba2attn-2.7b has a bias and no SiLU, and its rotary positions turn `rotary_dim` of a head's channels only.
+With a window of w a token sees itself and the w - 1 tokens before it. Grouped-query attention has fewer `kv_heads`
+than `heads`; multi-query attention has one. `conv` is the short convolution on q, k and v of Samba's Table 8; that of
+mamba2attn-2.7b has a bias and no SiLU, and its rotary positions rotate only `rotary_dim` of a head's channels.
 OLMo-Hybrid norms the queries of all heads together, and the keys; Qwen3-Next norms each head, and gates the output.
 """
 
@@ -25,14 +25,14 @@ from hybridtron.problems import Problem, choice
 
 
 def visible_tokens(seq_len: int, window: int | None) -> float:
-    """Mean number of positions that a token sees, itself included, over a sequence."""
+    """Return the mean number of positions that a token sees over a sequence, itself included."""
     if window is None or seq_len <= window:
         return (seq_len + 1) / 2
     return window - window * (window - 1) / (2 * seq_len)
 
 
 class ReadingAttention(StrEnum):
-    """With what attention an evaluation reads, whatever the model says of it: full, or that of its training."""
+    """Attention that an evaluation uses instead of the model's option: full, or as in training."""
 
     full = "full"
     trained = "trained"
@@ -40,14 +40,14 @@ class ReadingAttention(StrEnum):
 
 @dataclass(frozen=True)
 class HeadsSpec(MixerSpec):
-    """What mixers with queries, keys and values share: their heads, projections, convolutions and positions.
+    """Shared base of mixers with queries, keys and values: heads, projections, convolutions and positions.
 
-    Without `kv_heads` they are `heads`, without `head_dim` it is width / heads.
+    `kv_heads` defaults to `heads`, and `head_dim` to width / heads.
     """
 
     width_option: ClassVar[str] = "heads"
     projects_input: ClassVar[bool] = True
-    reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]]  # the options that make a model read so
+    reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]]  # options that select each attention
 
     heads: Annotated[int, at_least(1)] = 1  # query heads
     kv_heads: Annotated[int | None, at_least(1)] = None  # key/value heads; null: heads
@@ -55,7 +55,7 @@ class HeadsSpec(MixerSpec):
     head_dim: Annotated[int | None, at_least(1, "leave it out for width / heads")] = None
     # rotary positions: {base, scale, factor, original}; none: no positions
     rope: Annotated[RopeOptions | str, one_of((NO_POSITIONS,))] = PLAIN
-    rotary_dim: int | None = None  # channels of a head that rotary positions turn; null: all
+    rotary_dim: int | None = None  # channels of a head that rotary positions rotate; null: all
     # taps of a short convolution on queries, keys and values; null: none
     conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
     conv_bias: bool = False  # that convolution has a bias
@@ -63,12 +63,12 @@ class HeadsSpec(MixerSpec):
     # norm of queries and of keys: none, of each head (one weight for all heads), or over all heads together
     qk_norm: Annotated[str, one_of(("none", "head", "all"))] = "none"
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in that norm
-    # what products of queries and keys are multiplied by; null: head_dim^-0.5
+    # factor of the products of queries and keys; null: head_dim^-0.5
     scale: Annotated[float | None, above(0)] = None
-    gate: bool = False  # the output is multiplied by the sigmoid of one more projection
+    gate: bool = False  # multiply the output by the sigmoid of one more projection
 
     def __post_init__(self) -> None:
-        if isinstance(self.rope, Mapping):  # as YAML and config.json have it
+        if isinstance(self.rope, Mapping):  # from YAML or config.json
             object.__setattr__(self, "rope", RopeOptions(**self.rope))
 
     @classmethod
@@ -77,11 +77,11 @@ class HeadsSpec(MixerSpec):
 
     @property
     def positions(self) -> RopeOptions | None:
-        """The rotary positions; None without any."""
+        """Rotary positions, or None without positions."""
         return self.rope if isinstance(self.rope, RopeOptions) else None
 
     def query_factor(self, head_dim: int) -> float:
-        """What queries are multiplied by, beside the head_dim^-0.5 of all attention."""
+        """Return the factor of queries, in addition to the head_dim^-0.5 of the attention op."""
         return 1.0 if self.scale is None else self.scale * head_dim**0.5
 
     def groups(self) -> int:
@@ -91,17 +91,17 @@ class HeadsSpec(MixerSpec):
         return self.head_dim or self.input_width(model) // self.heads
 
     def rotary(self, model: ModelSizes) -> int:
-        """Channels of a head that rotary positions turn."""
+        """Return the number of a head's channels that rotary positions rotate."""
         return self.rotary_dim or self.head(model)
 
     def channels(self, model: ModelSizes) -> tuple[int, int]:
-        """Width of all query heads together, and of all key (or value) heads together."""
+        """Return the total width of all query heads, and that of all key (or value) heads."""
         return self.heads * self.head(model), self.groups() * self.head(model)
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
         read = self.input_width(model)
-        # Queries and keys/values are two weights, because few key/value heads are held whole by every rank.
+        # Queries and keys/values are two weights, because every rank replicates key/value heads if they are few.
         head = linear(queries, read, cut=Cut(0, unit=self.head(model)))
         pair, shared = (("k", keys), ("v", keys)), Cut(0, unit=self.head(model), replicate=True)
         heads_kv = replace(head, shape=(2 * keys, read), parts=pair, cuts=(shared,), partial_gradient=True)
@@ -170,7 +170,9 @@ class HeadsSpec(MixerSpec):
         return (2 + model.wide) * queries + 2 * keys + model.wide * self.heads
 
     def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:
-        """Keys and values of a number of tokens, how many tokens there are, and the tails of the convolutions."""
+        """Return the state parts: keys and values of `tokens` tokens, their number, and the convolutions' last
+        inputs.
+        """
         queries, keys = self.channels(model)
         heads = (tokens, self.groups(), self.head(model))
         parts = {
@@ -205,7 +207,7 @@ class HeadsSpec(MixerSpec):
             yield Problem(name, f"is {getattr(self, name)}, but there is no convolution: set conv, or leave it")
 
     def _rotary_problems(self, model: ModelSizes) -> Iterator[Problem]:
-        """Rotary positions turn pairs of a head's channels."""
+        """Check that rotary positions can rotate pairs of a head's channels."""
         head = self.head(model)
         if self.rotary_dim is None:
             if head % 2:
@@ -217,7 +219,7 @@ class HeadsSpec(MixerSpec):
 
 @dataclass(frozen=True)
 class AttentionSpec(HeadsSpec):
-    """Options of an attention mixer; without a `window` a token sees all before it."""
+    """Options of an attention mixer. Without a `window` a token sees all tokens before it."""
 
     kind: ClassVar[str] = "attention"
     module: ClassVar[str] = "hybridtron.mixers.attention:Attention"
@@ -229,7 +231,7 @@ class AttentionSpec(HeadsSpec):
 
     # tokens that a token sees, itself included; null: full attention
     window: Annotated[int | None, at_least(2, "leave it out for full attention")] = None
-    # outside training, positions of far keys count in groups: {group: 4, neighbours: 1024}; null: they do not
+    # outside training, group the positions of far keys (Self-Extend): {group: 4, neighbours: 1024}; null: off
     self_extend: SelfExtendOptions | None = None
 
     def __post_init__(self) -> None:

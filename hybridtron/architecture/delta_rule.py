@@ -1,16 +1,16 @@
-"""What the delta rule's kinds share: linear attention in which a key's value is replaced instead of added to.
+"""Shared base of the delta rule's kinds: linear attention that replaces a key's value instead of adding to it.
 
     q, k, v -> silu(conv(.));   q, k -> q / |q|, k / |k|, head by head
     beta = sigmoid(b), or 2 sigmoid(b);   g = -exp(A_log) softplus(a + dt_bias)              A_log: one number per head
     s_t = exp(g_t) h_{t-1};   h_t = s_t + beta_t k_t (v_t - s_t^T k_t)^T
     y_t = h_t^T q_t / sqrt(key channels of a head)
 
-Kinds differ in how a is made of u, and whether it has a number per head or one per key channel. The rest is that of
-`linear_attention`.
+Kinds differ in how a is computed from u, and in whether it has one number per head or one per key channel. Everything
+else is as in `linear_attention`.
 
-With a key of length 1, a step's matrix exp(g) (I - beta k k^T) has the eigenvalue exp(g) (1 - beta) in the direction of
-k: between 0 and 1 for steps below 1, down to -1 for those below 2 (`negative_eigenvalues`), which can count modulo two
-(Grazzi et al. 2024). It never exceeds 1 in size.
+With a key of length 1, a step's matrix exp(g) (I - beta k k^T) has the eigenvalue exp(g) (1 - beta) in the direction
+of k: between 0 and 1 for steps below 1, down to -1 for those below 2 (`negative_eigenvalues`), which can count modulo
+two (Grazzi et al. 2024). Its absolute value never exceeds 1.
 
 A and dt_bias start as in Mamba-2. With dt_bias = 1, as in some published code, a head forgets within a token or two.
 """
@@ -31,16 +31,16 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class DeltaRuleSpec(LinearAttentionSpec):
-    """Convolution, steps and decays."""
+    """Options of the delta rule's kinds: convolution, steps and decays."""
 
     chunk: ClassVar[int] = 64
     norm_name: ClassVar[str] = "o_norm"
 
     conv: Annotated[int, at_least(2)] = 4  # taps of the short convolution on queries, keys and values
-    negative_eigenvalues: bool = False  # steps up to 2 instead of 1, which turn around what a key led to
+    negative_eigenvalues: bool = False  # steps up to 2 instead of 1: eigenvalues of the state's update down to -1
     dt_min: Annotated[float, above(0)] = 0.001  # smallest initial step of the decays
     dt_max: Annotated[float, above(0)] = 0.1  # largest initial step of the decays
-    a_min: Annotated[float, above(0)] = 1.0  # smallest initial -A, which a step of the decays is multiplied by
+    a_min: Annotated[float, above(0)] = 1.0  # smallest initial -A, the factor of the decays' steps
     a_max: Annotated[float, above(0)] = 16.0  # largest initial -A
 
     def transition_values(self, model: ModelSizes) -> int:
@@ -48,7 +48,7 @@ class DeltaRuleSpec(LinearAttentionSpec):
 
     @abstractmethod
     def decays(self, model: ModelSizes) -> int:
-        """Log decays of all heads."""
+        """Return the number of log decays, over all heads."""
 
     def state_shape(self, model: ModelSizes) -> tuple[int, int]:
         return self.head_sizes(model)
@@ -65,8 +65,8 @@ class DeltaRuleSpec(LinearAttentionSpec):
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         (key, value), seen = self.head_sizes(model), min(self.chunk, seq_len)
-        # inside a chunk k k^T and q k^T, a triangular system for what every key writes, solved for v and for k, and the
-        # scores' product with that; k to and from the state, and q out of it
+        # Inside a chunk: k k^T and q k^T, a triangular system for the value that every key writes, solved for v and for
+        # k, and the scores' product with it. Between chunks: k to and from the state, and q out of it.
         one_head = 2 * seen * (3 * key + 2 * value) + 2 * seen**2 / 3 + 6 * key * value
         return super().flops(model, seq_len) | {self.kind: self.heads * one_head}
 

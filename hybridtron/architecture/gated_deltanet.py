@@ -2,8 +2,8 @@
 
     a, b = ab_proj(u)                                                       one number per head each
 
-The rest is that of `delta_rule`. With `key_heads` several heads, each with values, a state and decays of its own, share
-queries and keys: head h has those of h // (heads / key_heads), as in Qwen3-Next.
+Everything else is as in `delta_rule`. With `key_heads`, several heads share queries and keys, but each has its own
+values, state and decays: head h uses key head h // (heads / key_heads), as in Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GatedDeltaNetSpec(DeltaRuleSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Those of flash-linear-attention."""
+        """Return flash-linear-attention's names."""
         return super().exported_names(model) | {f"{part}_proj.weight": (f"ab_proj.weight.{part}",) for part in "ab"}
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:

@@ -1,9 +1,10 @@
-"""Gated linear attention: a state per head whose key channels decay each at a rate of its own. Yang et al. 2024.
+"""Gated linear attention: a state per head whose key channels each decay at their own rate. Yang et al. 2024.
 
     g = log sigmoid(up(down(u)) + bias) / 16
     h_t = diag(exp(g_t)) h_{t-1} + k_t v_t^T;   y_t = h_t^T q_t / sqrt(key channels of a head)
 
-The rest is that of `linear_attention`. Samba's Sliding GLA has it beside window attention, with heads of 384 values.
+Everything else is as in `linear_attention`. Samba's Sliding GLA combines it with window attention, with heads of 384
+value channels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class GLASpec(LinearAttentionSpec):
 
     expand_k: Annotated[float, above(0)] = 0.5  # key channels of all heads, in multiples of the model's width
     gate_rank: Annotated[int, at_least(1)] = 16  # inner size of the projection to the decays
-    gate_divisor: Annotated[float, above(0)] = 16.0  # what the log decays are divided by: larger forgets less
+    gate_divisor: Annotated[float, above(0)] = 16.0  # divisor of the log decays: a larger one forgets less
 
     def transition_values(self, model: ModelSizes) -> int:
         return self.channels(model)[0]
@@ -37,7 +38,7 @@ class GLASpec(LinearAttentionSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         keys, _ = self.channels(model)
-        # every rank makes the small input of the decays whole, and uses it for its own heads
+        # every rank computes the decays' small input in full, and uses it for its own heads
         down = Parameter((self.gate_rank, model.width), Projection(model.width**-0.5), partial_gradient=True)
         return super().parameters(model) | {
             "gate_down.weight": down,
@@ -46,7 +47,7 @@ class GLASpec(LinearAttentionSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """What is gk_proj in flash-linear-attention is a pair of projections here."""
+        """Return flash-linear-attention's names; its gk_proj is a pair of projections here."""
         return super().exported_names(model) | {
             "gk_down_proj.weight": ("gate_down.weight",),
             "gk_up_proj.weight": ("gate_up.weight",),

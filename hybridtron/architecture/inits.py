@@ -1,4 +1,4 @@
-"""How weights start: rules by name and numbers, without torch. `model/init.py` fills tensors by them."""
+"""Initialisation rules as names and numbers, without torch. `model/init.py` fills tensors with them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constant:
-    """Every value the same."""
+    """A constant value everywhere."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Gaussian around zero."""
+    """Gaussian with mean zero."""
 
     std: float
 
@@ -28,12 +28,12 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Projection(Uniform):
-    """A linear layer's, unless `model.init` has another rule for all of them."""
+    """Uniform initialisation of a projection; `model.init` may replace it for all projections."""
 
 
 @dataclass(frozen=True)
 class OutputProjection(Uniform):
-    """The same of the last projection of a residual sub-layer."""
+    """Uniform initialisation of a sub-layer's output projection; `model.init` may replace it for all of them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LogRange:
 
 @dataclass(frozen=True)
 class LogUniform:
-    """log of values that are uniform on [low, high]: A_log of Mamba-2."""
+    """Logarithms of values that are uniform on [low, high]: A_log of Mamba-2."""
 
     low: float
     high: float
@@ -59,7 +59,7 @@ class InverseSoftplus:
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """A linear layer's: rows, or columns where these are fewer, at right angles and of this length; 0: zeros."""
+    """Orthogonal rows (or columns, if there are fewer) of this length, for a projection; 0: zeros."""
 
     length: float
 
@@ -68,7 +68,7 @@ class Orthogonal:
 class Ramp:
     """first + (last - first) (i / (n - 1))^exponent for i = 0, ..., n - 1, along all n values of the tensor.
 
-    To them `zigzag` times 0, 1, -1, 0, 1, -1, ... is added.
+    `zigzag` times 0, 1, -1, 0, 1, -1, ... is added.
     """
 
     first: float
@@ -79,7 +79,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Rows:
-    """Each row along the first axis by a rule of its own."""
+    """A separate ramp for each row along the first axis."""
 
     starts: tuple[Ramp, ...]
 

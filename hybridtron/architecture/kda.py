@@ -1,9 +1,9 @@
 """Kimi Delta Attention (KDA): the delta rule with a decay per key channel. Kimi team 2025.
 
     a = decay_up(decay_down(u)),   b = b_proj(u)                        one number per key channel; one per head
-    z = gate_up(gate_down(u)),   and the gate is sigmoid(z)             both pairs are as wide inside as a head's values
+    z = gate_up(gate_down(u)),   and the gate is sigmoid(z)             inner size of both: a head's value channels
 
-The rest is that of `delta_rule`. Kimi Linear has it beside attention without positions.
+Everything else is as in `delta_rule`. Kimi Linear combines it with attention without positions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KDASpec(DeltaRuleSpec):
         return self.channels(model)[0]
 
     def rank(self, model: ModelSizes) -> int:
-        """Inner size of the projections to decays and gate."""
+        """Return the inner size of the projections to decays and gate."""
         return self.head_sizes(model)[1]
 
     def projected(self, model: ModelSizes) -> tuple[tuple[str, int], ...]:
@@ -35,7 +35,7 @@ class KDASpec(DeltaRuleSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         (keys, values), rank = self.channels(model), self.rank(model)
-        # every rank makes the small inputs of decays and gate whole, and uses them for its own heads
+        # every rank computes the small inputs of decays and gate in full, and uses them for its own heads
         down = Parameter((rank, model.width), Projection(model.width**-0.5), partial_gradient=True)
         return super().parameters(model) | {
             "decay_down.weight": down,
@@ -46,7 +46,7 @@ class KDASpec(DeltaRuleSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Those of Kimi Linear's code; in flash-linear-attention each pair of projections is a sequence."""
+        """Return the names of Kimi Linear's code; in flash-linear-attention each pair of projections is a sequence."""
         return super().exported_names(model) | {
             "f_a_proj.weight": ("decay_down.weight",),
             "f_b_proj.weight": ("decay_up.weight",),

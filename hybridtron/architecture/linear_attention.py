@@ -1,7 +1,7 @@
-"""What linear attention's kinds share: queries that read a state per head, into which keys have written their values.
+"""Shared base of linear attention's kinds: keys write values into a state per head, and queries read from it.
 
     q, k, v, z = in_proj(u) [q, k, v -> silu(conv(.)) where `conv` is set]
-    y = what a kind makes of q, k and v
+    y = the kind's recurrence over q, k and v
     out_proj(norm(y) * silu(z))                               RMSNorm over a head's values, one weight for all heads
 
 `conv` is the short convolution of Samba's Table 8. A kind may have fewer heads of queries and keys than of values, and
@@ -22,20 +22,20 @@ from hybridtron.problems import Problem, choice
 
 
 def kernel_chunk(model: ModelSizes) -> int:
-    """Tokens of a chunk of the Triton kernels, which make a state for each in the backward pass."""
+    """Return the chunk length of the Triton kernels, which compute one state per chunk in the backward pass."""
     return 32 if model.wide == 1 else 64
 
 
 @dataclass(frozen=True)
 class LinearAttentionSpec(MixerSpec):
-    """Heads, projections, convolution and norm."""
+    """Options of linear attention's kinds: heads, projections, convolution and norm."""
 
     width_option: ClassVar[str] = "heads"
     hands_over: ClassVar[bool] = True
     chunk: ClassVar[int]
-    """Tokens that see each other through a matrix, for the FLOP count."""
+    """Chunk length of the chunked form, for the FLOP count."""
     norm_name: ClassVar[str] = "g_norm_swish_gate"
-    """What the norm is called in flash-linear-attention."""
+    """Name of the norm in flash-linear-attention."""
 
     heads: Annotated[int, at_least(1)] = 4  # heads, each with a state of its own
     expand_k: Annotated[float, above(0)] = 1.0  # key channels of all heads, in multiples of the model's width
@@ -46,30 +46,30 @@ class LinearAttentionSpec(MixerSpec):
 
     @property
     def num_key_heads(self) -> int:
-        """Heads of the queries and keys."""
+        """Number of query and key heads."""
         return self.heads
 
     def channels(self, model: ModelSizes) -> tuple[int, int]:
-        """Key and value channels of all heads."""
+        """Return the key and value channels of all heads."""
         return round(self.expand_k * model.width), round(self.expand_v * model.width)
 
     def head_sizes(self, model: ModelSizes) -> tuple[int, int]:
-        """Key and value channels of one head."""
+        """Return the key and value channels of one head."""
         keys, values = self.channels(model)
         return keys // self.num_key_heads, values // self.heads
 
     def convolved(self, model: ModelSizes) -> tuple[tuple[str, int], ...]:
-        """What the short convolution goes over."""
+        """Return the inputs of the short convolution, as (name, channels)."""
         keys, values = self.channels(model)
         return ("q", keys), ("k", keys), ("v", values)
 
     def projected(self, model: ModelSizes) -> tuple[tuple[str, int], ...]:
-        """What in_proj makes."""
+        """Return the outputs of in_proj, as (name, channels)."""
         return *self.convolved(model), ("z", self.channels(model)[1])
 
     @abstractmethod
     def state_shape(self, model: ModelSizes) -> tuple[int, int]:
-        """Of one head's state, in the order of the op that computes it."""
+        """Return the shape of one head's state, in the order of its op."""
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width, (keys, values), (_, head) = model.width, self.channels(model), self.head_sizes(model)
@@ -85,7 +85,7 @@ class LinearAttentionSpec(MixerSpec):
         return table
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Those of flash-linear-attention, where each projection is one of its own."""
+        """Return flash-linear-attention's names; each of our fused projections is several there."""
         names: Names = {f"{self.norm_name}.weight": ("norm_weight",), "o_proj.weight": ("out_proj.weight",)}
         for part, _ in self.projected(model):
             names[f"{'g' if part == 'z' else part}_proj.weight"] = (f"in_proj.weight.{part}",)
@@ -136,5 +136,5 @@ class LinearAttentionSpec(MixerSpec):
         return Problem(option, f"is {heads}, must divide {made}: {choice(divisors_near(channels, heads))}")
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
-        if self.heads % tensor:  # also where their channels could be shared out
+        if self.heads % tensor:  # even if the channels could be divided
             yield Problem("heads", f"is {self.heads}, which {tensor} ranks can't share evenly")

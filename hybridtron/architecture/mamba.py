@@ -1,4 +1,4 @@
-"""Mamba-1 (S6): a selective state space behind a causal convolution. Gu and Dao 2023; Samba, section 2.1.
+"""Mamba-1 (S6): a selective state space after a causal convolution. Gu and Dao 2023; Samba, section 2.1.
 
 x, z = in_proj(u);  x = silu(conv(x));  dt, B, C = x_proj(x);  dt = softplus(dt_proj(dt) + dt_bias)
 h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t;  y_t = C_t h_t + D x_t;  out_proj(y * silu(z))
@@ -66,7 +66,7 @@ class MambaSpec(RecurrenceSpec):
         return BranchSizes(self.state, self.inner(model), groups=1, heads=self.inner(model))
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Those of the reference implementation, which transformers took over."""
+        """Return the names of the reference implementation, which transformers uses too."""
         names = super().exported_names(model)
         moved = {"conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "dt_proj.bias": "dt_bias"}
         return names | {theirs: names.pop(ours) for theirs, ours in moved.items()}

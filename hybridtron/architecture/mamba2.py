@@ -1,14 +1,14 @@
-"""Mamba-2 (SSD): a state space with one decay for each head, behind a causal convolution. Dao and Gu 2024.
+"""Mamba-2 (SSD): a state space with one decay for each head, after a causal convolution. Dao and Gu 2024.
 
     z, x, dt = in_proj(u);  B, C = bc_proj(u);  x, B, C = silu(conv(x, B, C));  delta = softplus(dt + dt_bias)
     h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T;  y_t = h_t C_t + D x_t             A = -exp(A_log), one per head
     out_proj(norm(y * silu(z)))                             RMSNorm over each group's channels, one weight per channel
 
-Without `norm` it is out_proj(y * silu(z)). With `multipliers` z, x, B, C and dt are multiplied by numbers as they are
-projected (the last before its bias), as in Falcon-H1. With `dt_floor` delta is never smaller than that.
-Heads of a group share B and C: head h is of group h // (heads / groups). B and C have weights of their own here, since
-tensor-parallel ranks share heads, and hold few groups whole. Published checkpoints have them fused in one in_proj and
-one conv1d, with the rows of `exported_names`.
+Without `norm` the output is out_proj(y * silu(z)). With `multipliers` the projected z, x, B, C and dt are scaled (dt
+before its bias), as in Falcon-H1. `dt_floor` is a lower bound of delta. Heads of a group share B and C: head h belongs
+to group h // (heads / groups). B and C have separate weights here, because tensor-parallel ranks divide the heads but
+replicate groups if they are few. Published checkpoints fuse all in one in_proj and one conv1d, with the rows of
+`exported_names`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hybridtron.limits import above, at_least, disordered, divisors_near
 from hybridtron.problems import Problem, choice
 
 CHUNK = 128
-"""Tokens that see each other through a matrix, for the FLOP count."""
+"""Chunk length of the chunked form, for the FLOP count."""
 
 
 @dataclass(frozen=True)
 class ProjectionMultipliers:
-    """Numbers by which parts of the input projection are multiplied."""
+    """Factors of the input projection's parts."""
 
-    z: Annotated[float, above(0)] = 1.0  # the gate, before SiLU
-    x: Annotated[float, above(0)] = 1.0  # what the convolution reads to make values
-    B: Annotated[float, above(0)] = 1.0  # what it reads to make keys
-    C: Annotated[float, above(0)] = 1.0  # what it reads to make queries
-    dt: Annotated[float, above(0)] = 1.0  # the step size, before its bias and softplus
+    z: Annotated[float, above(0)] = 1.0  # factor of the gate, before SiLU
+    x: Annotated[float, above(0)] = 1.0  # factor of the convolution's input for values
+    B: Annotated[float, above(0)] = 1.0  # factor of the convolution's input for keys
+    C: Annotated[float, above(0)] = 1.0  # factor of the convolution's input for queries
+    dt: Annotated[float, above(0)] = 1.0  # factor of the step size, before its bias and softplus
 
     def __str__(self) -> str:
         chosen = {name: value for name, value in asdict(self).items() if value != 1}
@@ -44,9 +44,10 @@ class ProjectionMultipliers:
 
 @dataclass(frozen=True)
 class Mamba2Spec(RecurrenceSpec):
-    """Options of a Mamba-2 mixer. `state` is the size n, `head_dim` the channels of a head; A starts in [a_min, a_max].
+    """Options of a Mamba-2 mixer. `state` is the size n, `head_dim` the channels of a head; A starts in [a_min,
+    a_max].
 
-    FLOPs are those of the chunked form with whole CHUNK x CHUNK tiles, as its kernels compute them.
+    FLOPs are those of the chunked form with full CHUNK x CHUNK tiles, as its kernels compute them.
     """
 
     kind: ClassVar[str] = "mamba2"
@@ -58,23 +59,23 @@ class Mamba2Spec(RecurrenceSpec):
     state: Annotated[int, at_least(1)] = 128  # size n of the state of each channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width; unused with `heads`
-    # heads, where they are not as wide together as `expand` says; null: expand * width / head_dim
+    # number of heads, which overrides `expand`; null: expand * width / head_dim
     heads: Annotated[int | None, at_least(1)] = None
     groups: Annotated[int, at_least(1)] = 1  # head groups that share B and C
     conv: Annotated[int, at_least(2)] = 4  # taps of the causal convolution
     dt_min: float = 0.001  # smallest initial step size
     dt_max: float = 0.1  # largest initial step size
-    dt_floor: Annotated[float, at_least(0)] = 0.0  # smallest step size of all; 0: none
+    dt_floor: Annotated[float, at_least(0)] = 0.0  # lower bound of every step size; 0: none
     a_min: float = 1.0  # smallest initial -A
     a_max: float = 16.0  # largest initial -A
-    norm: bool = True  # a norm of the gated output
+    norm: bool = True  # norm the gated output
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in that norm
-    # what parts of the input projection are multiplied by: {z, x, B, C, dt}
+    # factors of the input projection's parts: {z, x, B, C, dt}
     multipliers: ProjectionMultipliers = ProjectionMultipliers()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.multipliers, Mapping):  # as YAML and config.json have it
+        if isinstance(self.multipliers, Mapping):  # from YAML or config.json
             object.__setattr__(self, "multipliers", ProjectionMultipliers(**self.multipliers))
 
     def inner(self, model: ModelSizes) -> int:
@@ -85,7 +86,7 @@ class Mamba2Spec(RecurrenceSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width, inner, heads, both = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
-        # B and C of few groups are held whole by every rank, which uses them for its own heads
+        # every rank replicates B and C if groups are few, and uses them for its own heads
         pair, shared = (("B", both), ("C", both)), Cut(0, unit=self.state, replicate=True)
         bc = replace(linear(2 * both, width, parts=pair), cuts=(shared,), partial_gradient=True)
         taps = Uniform(self.conv**-0.5)
@@ -126,7 +127,7 @@ class Mamba2Spec(RecurrenceSpec):
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         inner, seen = self.inner(model), min(CHUNK, seq_len)
-        # C B^T once a group and its product with x inside a chunk; B x^T into the state, and C out of it
+        # inside a chunk C B^T per group and its product with x; B x^T into the state, and C out of it
         ssd = 2 * seen * (self.groups * self.state + inner) + 4 * self.state * inner
         return super().flops(model, seq_len) | {"ssd": ssd}
 
@@ -178,14 +179,14 @@ class Mamba2Spec(RecurrenceSpec):
 
 
 def kernel_chunk(head_dim: int, state: int, model: ModelSizes) -> int:
-    """Tokens of a chunk of SSD's Triton kernels, which make a state for each in the backward pass."""
+    """Return the chunk length of SSD's Triton kernels, which compute one state per chunk in the backward pass."""
     if model.wide == 1:
         return 32
     return 128 if head_dim <= 64 and state <= 128 else 64
 
 
 def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterator[Problem]:
-    """Inner channels that do not make whole heads, or heads that do not make whole groups."""
+    """Check that heads divide the inner channels, and groups the heads."""
     inner = expand * width
     heads = inner // head_dim
     if inner % head_dim:
@@ -196,7 +197,7 @@ def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterato
 
 
 def uneven_groups(heads: int, groups: int) -> Iterator[Problem]:
-    """Heads that do not make whole groups."""
+    """Check that groups divide the heads."""
     if heads % groups:
         fitting = choice(divisors_near(heads, groups))
         yield Problem("groups", f"is {groups}, must divide the {heads} heads: {fitting}")

@@ -1,21 +1,21 @@
-"""Mamba-3 (SISO): Mamba-2 with a trapezoid for a step, a complex state, and no convolution. Lahoti et al. 2026.
+"""Mamba-3 (SISO): Mamba-2 with trapezoidal steps and a complex state, without convolution. Lahoti et al. 2026.
 
     z, x, dt, a, trap = in_proj(u);  B, C = bc_proj(u);  rate = pi tanh(angle_proj(u))
     delta = softplus(dt + dt_bias);  A = -f(a);  lambda = sigmoid(trap);  theta_t = theta_{t-1} + delta_t rate_t
-    B, C = turned by theta(norm(B) + B_bias, norm(C) + C_bias)
+    B, C = rotated by theta(norm(B) + B_bias, norm(C) + C_bias)
     h_t = exp(delta_t A_t) (h_{t-1} + (1 - lambda_t) delta_t x_{t-1} B_{t-1}^T) + lambda_t delta_t x_t B_t^T
     y_t = h_t C_t + D x_t;   out_proj(y * silu(z)), and with `norm` out_proj(norm(y) * silu(z))
 
-The state's input is a mean of both ends of a step, and pairs of its entries turn, each by an angle of its own per head.
-B and C are of a group, their biases of a head; the norms of B, C and y are over a head's entries. Only differences of
-angles matter. So a state is handed on turned back to angle 0, with x and B of the last token, and passes to other text
-as it is; the published class hands on the angles beside it.
+The state's input is a weighted mean of both ends of a step, and pairs of its entries are rotated, each by its own
+angle per head. B and C belong to a group, their biases to a head; the norms of B, C and y are over a head's entries.
+Only differences of angles matter. A carried state is therefore rotated back to angle 0, together with x and B of the
+last token, so that it can also start another text. The published class carries the angles as well.
 
 Two forms are published. Here f(x) = 1 + x, and 1 / (1 - x) below 0, as in the main branch of state-spaces/mamba since
-June 2026; release 2.3.2 has softplus. The authors changed it because a hybrid of 2B diverged with softplus under a
-schedule of constant and decay, as A falls to nothing, and saw no loss under a cosine. Weights have the same names and
-shapes in both, which are also those of flash-linear-attention's `mamba3`, but do not mean the same: that class has
-softplus. The published floor of 1e-4 under f begins where a is below -9999, and is left out. MIMO is not here.
+June 2026; release 2.3.2 has softplus. The authors changed it because a 2B hybrid diverged with softplus under a
+constant-and-decay schedule, as A fell to zero, and saw no loss under a cosine. The weights have the same names and
+shapes in both forms, and in flash-linear-attention's `mamba3`, but they are not interchangeable: that class has
+softplus. The published floor of 1e-4 under f begins where a is below -9999, and is left out. MIMO is not implemented.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Mamba3Spec(MixerSpec):
     state: Annotated[int, at_least(2)] = 128  # size n of the state of each channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
-    groups: Annotated[int, at_least(1)] = 1  # head groups that share B and C, but for the heads' biases
-    turned: Annotated[float, above(0), at_most(1)] = 0.5  # share of the state whose pairs turn; published: 0.5 and 1
-    norm: bool = False  # a norm of each head's output, before the gate
+    groups: Annotated[int, at_least(1)] = 1  # head groups that share B and C, except for the heads' biases
+    turned: Annotated[float, above(0), at_most(1)] = 0.5  # fraction of the state that is rotated; published: 0.5 and 1
+    norm: bool = False  # norm each head's output before the gate
     dt_min: float = 0.001  # smallest initial step size
     dt_max: float = 0.1  # largest initial step size
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the norms
@@ -58,12 +58,12 @@ class Mamba3Spec(MixerSpec):
 
     @property
     def angles(self) -> int:
-        """Pairs of state entries that turn."""
+        """Number of rotated entry pairs in the state."""
         return int(self.state * self.turned) // 2
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width, inner, heads, both = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
-        # B and C of few groups are held whole by every rank, which uses them for its own heads; so are all angles
+        # every rank replicates all angles, and B and C if groups are few, and uses them for its own heads
         pair, shared = (("B", both), ("C", both)), Cut(0, unit=self.state, replicate=True)
         bc = replace(linear(2 * both, width, parts=pair), cuts=(shared,), partial_gradient=True)
         angles = replace(linear(self.angles, width, fp8=False), cuts=(), partial_gradient=True)
@@ -98,7 +98,7 @@ class Mamba3Spec(MixerSpec):
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         inner, heads, seen = self.inner(model), self.num_heads(model), min(CHUNK, seq_len)
-        # as Mamba-2, with C B^T once a head; a pair of B and one of C take 6 each to turn
+        # as Mamba-2, with C B^T per head; rotating a pair of B and one of C takes 6 each
         ssd = 2 * seen * (heads * self.state + inner) + 4 * self.state * inner
         return super().flops(model, seq_len) | {"ssd": ssd, "turns": 12 * heads * self.angles}
 

@@ -1,11 +1,11 @@
 """The layer pattern: one letter for each residual sub-layer, such as `(M-W-)*6`.
 
-    letter     any one character but whitespace and ( ) * |
+    letter     any one character except whitespace and ( ) * |
     ( ... )    a group
     *N         repeats the letter or group before it N times
-    |          a border between pipeline stages, also inside a group
+    |          a boundary between pipeline stages, also inside a group
 
-Whitespace means nothing. What a letter stands for is not known here: a recipe defines it under `model.layers`.
+Whitespace is ignored. This file does not know the letters' meanings: a recipe defines them under `model.layers`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ RESERVED = "()*|"
 
 _REPEAT = re.compile(r"\*\s*([0-9]+)")
 
-_Symbol = tuple[str, int]  # a letter or a bar, and where it stands in the text
+_Symbol = tuple[str, int]  # a letter or a bar, and its position in the text
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The letters in order, and how many stand in each stage (one stage where there is no bar)."""
+    """The letters in order, and the number of letters in each stage (one stage if there is no bar)."""
 
     letters: tuple[str, ...]
     stages: tuple[int, ...]
 
 
 class PatternError(ValueError):
-    """A pattern that can't be read. Its text ends in the pattern and a caret under the offending character."""
+    """Raised for a pattern that can't be parsed. The message ends with the pattern and a caret under the error."""
 
     def __init__(self, message: str, text: str, position: int) -> None:
         self.position = position
@@ -41,7 +41,7 @@ class PatternError(ValueError):
 
 
 def parse(text: str, known: Collection[str]) -> Pattern:
-    """Expand a pattern whose letters are all known. Raises PatternError where it can't."""
+    """Expand a pattern whose letters must all be in `known`. Raises PatternError if it can't be parsed."""
     if not text.strip():
         raise PatternError("the pattern is empty", text, 0)
     letters: list[str] = []
@@ -62,10 +62,10 @@ def parse(text: str, known: Collection[str]) -> Pattern:
 
 
 def _expanded(text: str, known: Collection[str]) -> list[_Symbol]:
-    """The letters and bars of the text, with groups and repeats written out."""
+    """Return the letters and bars of the text, with groups and repeats expanded."""
     groups: list[list[_Symbol]] = [[]]  # the open groups, the innermost last
-    opened: list[int] = []  # where each of them was opened
-    last: list[_Symbol] = []  # what a repeat would repeat
+    opened: list[int] = []  # the positions of their opening parentheses
+    last: list[_Symbol] = []  # the symbols that a following *N repeats
     at = 0
     while at < len(text):
         symbol, here = text[at], at
@@ -101,7 +101,7 @@ def _expanded(text: str, known: Collection[str]) -> list[_Symbol]:
 
 
 def _repeats(text: str, here: int, repeated: list[_Symbol]) -> tuple[int, int]:
-    """How often the star at `here` repeats what stands before it, and where the text continues."""
+    """Return the repeat count of the star at `here`, and the position after its number."""
     match = _REPEAT.match(text, here)
     if match is None:
         raise PatternError("'*' needs a number after it, as in M*3; it can't be a letter", text, here)

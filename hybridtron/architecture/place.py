@@ -1,4 +1,4 @@
-"""How a sub-layer stands among the others: options that every kind of mixer has, and rules of what may stand where."""
+"""Placement of a sub-layer among the others: options that every mixer has, and rules for allowed positions."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class PlaceSpec:
-    """Options of a letter of the pattern beside those of its mixer."""
+    """Placement options of a letter, which every kind of mixer has."""
 
-    feeds_next: ClassVar[bool] = False  # it reads stream and embedding, and the next sub-layer alone its output
-    norm_after: bool = field(default=False, kw_only=True)  # what it adds is normed, instead of what it reads
-    # it has no norm of its own: it reads what the sub-layer before it reads, and both outputs are added together
+    feeds_next: ClassVar[bool] = False  # a feeder: reads stream and embedding; only the next sub-layer reads its output
+    norm_after: bool = field(default=False, kw_only=True)  # norm the mixer's output instead of its input
+    # parallel branch: shares the norm and the input of the previous sub-layer; both outputs are added to the stream
     beside: bool = field(default=False, kw_only=True)
-    output_multiplier: Annotated[float, above(0)] = field(default=1.0, kw_only=True)  # what it adds is multiplied by it
+    output_multiplier: Annotated[float, above(0)] = field(default=1.0, kw_only=True)  # factor of the mixer's output
 
     @property
     def has_norm(self) -> bool:
-        """Whether the stack has a norm for it."""
+        """True if the stack has a norm for this sub-layer."""
         return not (self.feeds_next or self.beside)
 
 
 def place_problems(pattern: Pattern, specs: Mapping[str, PlaceSpec]) -> list[Problem]:
-    """What stands where it can't."""
+    """List sub-layers at positions where they are not allowed."""
     borders = set(itertools.accumulate(pattern.stages))
     found = []
     for at, letter in enumerate(pattern.letters):
@@ -44,7 +44,7 @@ def place_problems(pattern: Pattern, specs: Mapping[str, PlaceSpec]) -> list[Pro
 def _feeder_problems(
     letter: str, following: str | None, specs: Mapping[str, PlaceSpec], at_border: bool
 ) -> Iterator[Problem]:
-    """What a feeder has made, the next sub-layer reads: there must be one that can, in the same stage."""
+    """Check that a feeder's stage continues with a sub-layer that can read its output."""
     reader = specs.get(following) if following is not None else None
     what = f"has {letter}, whose output the next sub-layer alone reads, "
     if following is None:
@@ -60,7 +60,7 @@ def _feeder_problems(
 def _beside_problems(
     letter: str, before: str | None, specs: Mapping[str, PlaceSpec], at_border: bool
 ) -> Iterator[Problem]:
-    """A sub-layer without a norm reads what the one before it reads: there must be one with a norm, in its stage."""
+    """Check that a parallel branch has a sub-layer before it, in its stage, whose norm can be shared."""
     spec, first = specs[letter], specs.get(before) if before is not None else None
     if spec.norm_after:
         yield Problem(

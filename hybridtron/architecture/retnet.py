@@ -3,8 +3,8 @@
     q, k -> RoPE;   h_t = gamma h_{t-1} + k_t v_t^T;   y_t = h_t^T q_t / sqrt(key channels of a head)
     gamma = 1 - 2^(-5 - head)
 
-The rest is that of `linear_attention`. The rotation and gamma^(i - j) together are what the paper calls xPos; there is
-no other scale in it. Samba's Sliding RetNet has it beside window attention, with half as many heads as that.
+Everything else is as in `linear_attention`. The paper calls the rotation and gamma^(i - j) together xPos; it has no
+other scale. Samba's Sliding RetNet combines it with window attention, with half as many heads as the attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class RetNetSpec(LinearAttentionSpec):
-    """Options of a retention mixer, which is computed as Mamba-2 is."""
+    """Options of a retention mixer; its recurrence is computed by Mamba-2's op."""
 
     kind: ClassVar[str] = "retnet"
     module: ClassVar[str] = "hybridtron.mixers.retnet:RetNet"

@@ -1,14 +1,14 @@
-"""Rotary positions as options: the base of their angles, and how these are scaled where rows grow longer.
+"""Options of rotary positions: the base of their angles, and how angles are scaled for longer rows.
 
     angle of pair i = position * f_i,   f_i = base^(-2 i / channels)   without a scale
     linear   f_i / factor: positions are interpolated. Chen et al. 2023
-    yarn     f_i for pairs that turn more than `fast` times in `original` tokens, f_i / factor for those that turn less
-             than `slow` times, a line over the pairs between; cos and sin times `attention`. Peng et al. 2023
-    llama3   f_i for pairs that turn more than `high` times in `original` tokens, f_i / factor for those that turn less
-             than `low` times, a line over the turns between. Llama 3.1
+    yarn     f_i for pairs that rotate more than `fast` times in `original` tokens, f_i / factor for those below `slow`
+             times, linear in the pair's index between; cos and sin times `attention`. Peng et al. 2023
+    llama3   f_i for pairs that rotate more than `high` times in `original` tokens, f_i / factor for those below `low`
+             times, linear in the number of rotations between. Llama 3.1
 
-Each is that of transformers' `rope_type` of the same name. Weights stay as they are, so a phase may change all of it.
-How frequencies are computed stands in `ops/rope`.
+Each scale is that of transformers' `rope_type` with the same name. No weight depends on them, so a phase may change all
+of these options. `ops/rope` computes the frequencies.
 
 Self-Extend (Jin et al. 2024) changes no frequency: outside training, keys at a distance of `neighbours` tokens or more
 are rotated by floor(position / group), and the queries that read them by floor(position / group) + neighbours -
@@ -26,7 +26,7 @@ from typing import Annotated, Any
 from hybridtron.limits import above, at_least, disordered, one_of
 from hybridtron.problems import Problem
 
-FORMER = "rope_base"  # the key that was the base alone, and null for no positions
+FORMER = "rope_base"  # former key: the base alone, or null for no positions
 NO_POSITIONS = "none"
 OF_SCALE = {
     "linear": ("factor",),
@@ -37,33 +37,33 @@ OF_SCALE = {
 
 @dataclass(frozen=True)
 class RopeOptions:
-    """Options of the rotary positions of a letter."""
+    """Options of a letter's rotary positions."""
 
     base: Annotated[float, above(1)] = 10000.0  # base of the angles
-    # how angles are scaled for longer rows: linear, yarn, llama3; null: they are not
+    # how angles are scaled for longer rows: linear, yarn or llama3; null: no scaling
     scale: Annotated[str | None, one_of(tuple(OF_SCALE))] = None
-    # how many times as long as `original` rows are to be; needed by every scale
+    # new row length divided by `original`; needed by every scale
     factor: Annotated[float | None, at_least(1)] = None
-    # tokens of the rows that the model was trained on before; needed by yarn and llama3
+    # row length, in tokens, that the model was trained on before; needed by yarn and llama3
     original: Annotated[int | None, at_least(1)] = None
-    # llama3: pairs that turn less often in `original` tokens are slowed by the whole factor
+    # llama3: pairs with fewer rotations in `original` tokens are slowed by the full factor
     low: Annotated[float, above(0)] = 1.0
-    high: Annotated[float, above(0)] = 4.0  # llama3: pairs that turn more often stay as they are
-    fast: Annotated[float, above(0)] = 32.0  # yarn: pairs that turn more often stay as they are
-    slow: Annotated[float, above(0)] = 1.0  # yarn: pairs that turn less often are slowed by the whole factor
-    # yarn: what queries and keys are multiplied by; null: 0.1 ln(factor) + 1
+    high: Annotated[float, above(0)] = 4.0  # llama3: pairs with more rotations are unchanged
+    fast: Annotated[float, above(0)] = 32.0  # yarn: pairs with more rotations are unchanged
+    slow: Annotated[float, above(0)] = 1.0  # yarn: pairs with fewer rotations are slowed by the full factor
+    # yarn: factor of queries and keys; null: 0.1 ln(factor) + 1
     attention: Annotated[float | None, above(0)] = None
-    truncate: bool = True  # yarn: the two ends of the line are moved outwards to whole pairs
+    truncate: bool = True  # yarn: round both ends of the ramp outwards to integer pairs
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         if self.scale != "yarn" or self.factor is None:
             return 1.0
         return 0.1 * math.log(self.factor) + 1.0 if self.attention is None else self.attention
 
     def chosen(self) -> dict[str, Any]:
-        """The options that differ from their defaults, and the base."""
+        """Return the options that differ from their defaults, and the base."""
         pairs = ((f.name, f.default, getattr(self, f.name)) for f in dataclasses.fields(self))
         return {name: value for name, default, value in pairs if name == "base" or value != default}
 
@@ -71,7 +71,7 @@ class RopeOptions:
         return "{" + ", ".join(f"{name}: {value}" for name, value in self.chosen().items()) + "}"
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with options that keep their limits."""
+        """Yield problems of options that are within their limits but don't fit together."""
         chosen = self.chosen()
         used = OF_SCALE.get(self.scale or "", ())
         for name in [name for name in chosen if name not in ("base", "scale", *used)]:
@@ -91,14 +91,14 @@ PLAIN = RopeOptions()
 
 @dataclass(frozen=True)
 class SelfExtendOptions:
-    """Options of Self-Extend, of full attention outside training."""
+    """Options of Self-Extend, for full attention outside training."""
 
-    group: Annotated[int, at_least(2)] = 4  # tokens that share a position where they are far away
-    neighbours: Annotated[int, at_least(1)] = 1024  # distances below this are as in training
+    group: Annotated[int, at_least(2)] = 4  # number of far tokens that share a position
+    neighbours: Annotated[int, at_least(1)] = 1024  # distances below this stay as in training
 
 
 def with_rope(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A letter's options with `rope` where the former key stands. ValueError where both name a base."""
+    """Return a letter's options with the former key renamed to `rope`. Raises ValueError if both set a base."""
     found = dict(options)
     if FORMER not in found:
         return found

@@ -1,4 +1,4 @@
-"""The time mix of RWKV-6 (Finch): a state per head, with decays and shifts of tokens that depend on the text.
+"""The time mix of RWKV-6 (Finch): a state per head, with data-dependent decays and token shifts.
 
 Peng et al. 2024, "Eagle and Finch". With x' the token before x:
 
@@ -9,7 +9,7 @@ Peng et al. 2024, "Eagle and Finch". With x' the token before x:
     y_t = (h_{t-1} + diag(bonus) k_t v_t^T)^T r_t;   h_t = diag(exp(g_t)) h_{t-1} + k_t v_t^T
     out_proj(norm(y) * silu(z))                               LayerNorm of each head, weight and bias by channel
 
-Weights start as the public code has them, by the layer's place among those of its kind.
+Weights are initialised as in the public code, which depends on the layer's index among those of its kind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STREAMS = ("r", "w", "k", "v", "g")
 
 @dataclass(frozen=True)
 class RWKV6Spec(MixerSpec):
-    """Options of a time mix."""
+    """Options of an RWKV-6 time mix."""
 
     kind: ClassVar[str] = "rwkv6"
     module: ClassVar[str] = "hybridtron.mixers.rwkv6:RWKV6"
@@ -56,7 +56,7 @@ class RWKV6Spec(MixerSpec):
         return {
             **self._mixes(model),
             **projections,
-            # every rank makes the small input of the decays whole, and uses it for its own heads
+            # every rank computes the decays' small input in full, and uses it for its own heads
             "decay_down.weight": Parameter((self.decay_rank, width), Constant(0.0), decay=False, partial_gradient=True),
             "decay_up.weight": Parameter((width, self.decay_rank), Uniform(0.01), decay=False, cuts=(of_heads,)),
             "decay_bias": Parameter(
@@ -75,7 +75,7 @@ class RWKV6Spec(MixerSpec):
         }
 
     def _mixes(self, model: ModelSizes) -> dict[str, Parameter]:
-        """What makes five streams of a token and the one before it."""
+        """Return the parameters that mix a token with the previous one, for five streams."""
         depth, inner = model.nth_of_kind / max(1, model.layers_of_kind - 1), len(STREAMS) * self.mix_rank
         slow, fast = mix_start(model), mix_start(model, power=0.5)
         starts = {"r": fast, "w": slow, "k": slow, "v": mix_start(model, less=0.3 * depth), "g": fast}
@@ -87,7 +87,7 @@ class RWKV6Spec(MixerSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Those of flash-linear-attention."""
+        """Return flash-linear-attention's names."""
         return {
             "x_proj.0.mu": ("mix_input",),
             "x_proj.0.linear.weight": ("mix_down.weight",),

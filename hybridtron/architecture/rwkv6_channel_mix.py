@@ -1,9 +1,9 @@
-"""The channel mix of RWKV-6 (Finch), which stands where other models have an MLP. With x' the token before x:
+"""The channel mix of RWKV-6 (Finch), in the place of an MLP. With x' the token before x:
 
     k = x + key_mix (x' - x);   r = x + receptance_mix (x' - x)
     y = sigmoid(receptance(r)) * value(relu(key(k))^2)
 
-It looks one token back, and so carries a state. Weights start as the public code has them.
+It looks one token back, and so carries a state. Weights are initialised as in the public code.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hybridtron.limits import at_least
 
 @dataclass(frozen=True)
 class RWKV6ChannelMixSpec(MixerSpec):
-    """Options of a channel mix."""
+    """Options of an RWKV-6 channel mix."""
 
     kind: ClassVar[str] = "rwkv6_channel_mix"
     module: ClassVar[str] = "hybridtron.mixers.rwkv6_channel_mix:RWKV6ChannelMix"
     hands_over: ClassVar[bool] = True
 
-    # inner channels; null: 3.5 times the model's width, down to a multiple of 32
+    # inner channels; null: 3.5 times the model's width, rounded down to a multiple of 32
     hidden: Annotated[int | None, at_least(1)] = None
 
     def inner(self, model: ModelSizes) -> int:
@@ -42,7 +42,7 @@ class RWKV6ChannelMixSpec(MixerSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Those of flash-linear-attention."""
+        """Return flash-linear-attention's names."""
         return {
             "key.mu": ("key_mix",),
             "key.linear.weight": ("key.weight",),

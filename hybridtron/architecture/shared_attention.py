@@ -1,17 +1,18 @@
-"""Attention and an MLP whose weights are one set for all places of their letter, as in Zamba2 (Glorioso et al. 2024).
+"""Attention and an MLP whose weights are shared by all sub-layers of their letter, as in Zamba2 (Glorioso et al. 2024).
 
-    u = RMSNorm([x, e])                     x the stream, e the embedding that it began as, side by side
+    u = RMSNorm([x, e])                     x the stream, e the initial embedding, concatenated
     q, k, v = u (W_q + B_q A_q), ...        with `adapt_attention`; otherwise u W_q, ...
     a = out(softmax(q k^T / sqrt(head_dim / 2)) v)                          rotary positions and windows as attention's
     gate, up = RMSNorm(a) (W_gate_up + B A)
     t = linear(down(gelu(gate) * up))
 
-There is no residual connection inside, and t enters no stream: the next sub-layer alone reads RMSNorm(x + t), and adds
-what it makes of that to x. A place has `linear` and the low-rank A and B of its own; all else the letter has once, so
-that two sets of weights in turn are two letters. Unlike adapters of a phase these are part of the model.
+The block has no residual connection, and t is not added to the stream: only the next sub-layer reads it, as RMSNorm(x +
+t), and adds its own output to x. Each sub-layer has its own `linear` and low-rank A and B; all other weights exist once
+per letter. Two alternating sets of shared weights are therefore two letters. Unlike a phase's adapters, these low-rank
+pairs are part of the model.
 
-The weights stay out of FP8: a precision is one of a layer, and a place is not one. Two kinds differ in their attention:
-`shared_attention` has that of `attention`, and `shared_span` that of `span`, of the same weights.
+The weights stay out of FP8, because FP8 is chosen per layer, and shared weights belong to several layers. There are two
+kinds: `shared_attention` attends as `attention` does, and `shared_span` as `span`, with the same weights.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class SharedBlockSpec(HeadsSpec):
-    """Options of the MLP and of what each place has beside those of attention."""
+    """Options of the shared MLP and of each sub-layer's own weights, in addition to those of attention."""
 
     feeds_next: ClassVar[bool] = True
-    projects_input: ClassVar[bool] = False  # the norm of both halves reads it
+    projects_input: ClassVar[bool] = False  # a norm reads stream and embedding first
 
     # inner channels of the MLP; must be set
     hidden: Annotated[int, at_least(1, "4 times model.width is usual")] = 0
-    rank: Annotated[int, at_least(1)] = 128  # inner width of the low-rank pairs of a place
-    adapt_attention: bool = False  # queries, keys and values have such pairs too, and not the MLP alone
+    rank: Annotated[int, at_least(1)] = 128  # inner width of each sub-layer's low-rank pairs
+    adapt_attention: bool = False  # low-rank pairs for queries, keys and values too, not for the MLP alone
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width, hidden, queries = model.width, self.hidden, self.channels(model)[0]
@@ -55,7 +56,9 @@ class SharedBlockSpec(HeadsSpec):
         return {name: replace(weight, fp8=False) for name, weight in (shared | own).items()}
 
     def _pairs(self, model: ModelSizes, table: dict[str, Parameter]) -> dict[str, Parameter]:
-        """The low-rank pairs: A reads what its projection reads, on every rank, and B is cut as that is."""
+        """Return the low-rank pairs: A reads its projection's input, in full on every rank, and B is cut as the
+        projection is.
+        """
         beside = {"gate_up": table["gate_up.weight"]}
         if self.adapt_attention:
             keys = self.channels(model)[1]
@@ -83,11 +86,11 @@ class SharedBlockSpec(HeadsSpec):
         }
 
     def query_factor(self, head_dim: int) -> float:
-        return 2**0.5  # head_dim / 2 under the root, as half of what enters is the stream's
+        return 2**0.5  # head_dim / 2 under the root, because only half of the input is the stream
 
     @property
     def pairs(self) -> int:
-        """Low-rank pairs of a place."""
+        """Number of low-rank pairs in a sub-layer."""
         return 4 if self.adapt_attention else 1
 
     def activation_values(self, model: ModelSizes) -> int:
@@ -114,7 +117,7 @@ class SharedBlockSpec(HeadsSpec):
 
 @dataclass(frozen=True)
 class SharedAttentionSpec(SharedBlockSpec, AttentionSpec):
-    """With full attention, or in a window."""
+    """Options of the shared block with full or windowed attention."""
 
     kind: ClassVar[str] = "shared_attention"
     module: ClassVar[str] = "hybridtron.mixers.shared_attention:SharedAttention"
@@ -122,7 +125,7 @@ class SharedAttentionSpec(SharedBlockSpec, AttentionSpec):
 
 @dataclass(frozen=True)
 class SharedSpanSpec(SharedBlockSpec, SpanSpec):
-    """With span-expanded attention in training."""
+    """Options of the shared block with span-expanded attention in training."""
 
     kind: ClassVar[str] = "shared_span"
     module: ClassVar[str] = "hybridtron.mixers.shared_attention:SharedSpan"

@@ -1,34 +1,34 @@
-"""Span-expanded attention (SE-Attn): attention inside chunks, and to the blocks of the past that matter most to them.
+"""Span-expanded attention (SE-Attn): attention inside chunks, and to the most relevant blocks of the past.
 
     q, k, v  as attention's, rotary positions and short convolutions included
     y_i = out(softmax over the tokens that i sees of (q_i . k_j / sqrt(head_dim)) v_j)
 
 Token i sees the tokens of its chunk up to itself, and `blocks` blocks of `block` tokens that end before its chunk
-begins. Chunks are counted from the start of the document; `chunk` tokens each, or as many as are drawn from a list in
-every step for each micro-batch (`draw: batch`), or for each and every layer (`layer`). Which blocks, `memory` says:
+begins. Chunks are counted from the start of the document. Each has `chunk` tokens, or a size drawn from a list in every
+step, for each micro-batch (`draw: batch`) or for every layer separately (`layer`). `memory` selects the blocks:
 
-    span      those of largest relevance: the chunk's queries, summed, times the mean of what the block's tokens read in
-              non-causal attention to the block. Each key/value head chooses for itself, by its own query heads
-    landmark  the same, but a fixed random vector of each head reads the block, and not its tokens (SE-Attn-LM)
-    random    any
-    none      none: chunks are on their own (SE-Attn-NoMem)
-    shifted   none either, but in the second half of the heads chunks begin half a chunk earlier (S2-Attn)
+    span      largest relevance: the sum of the chunk's queries, times the mean of the outputs of the block's tokens in
+              non-causal attention to the block. Each key/value head selects by its own query heads
+    landmark  as span, but a fixed random vector per head attends to the block instead of its tokens (SE-Attn-LM)
+    random    random blocks
+    none      no blocks: chunks are independent (SE-Attn-NoMem)
+    shifted   no blocks either, but in the second half of the heads chunks begin half a chunk earlier (S2-Attn)
 
-`relevance: chunk` is the paper's: all queries of a chunk choose, so that early tokens of a chunk depend on later ones
-through the choice. It is causal from chunk to chunk, and inside a chunk only for choices that are given. With
-`relevance: previous_chunk` the queries of the chunk before choose, and no token ever depends on a later one.
+`relevance: chunk` is the paper's: all queries of a chunk select, so that early tokens of a chunk depend on later ones
+through the selection. It is causal from chunk to chunk, and inside a chunk only for given selections. With `relevance:
+previous_chunk` the queries of the previous chunk select, and no token ever depends on a later one.
 
 `eval: full` is the paper's evaluation: full attention, in generation too; `span` keeps to the blocks, with the largest
 chunk. The weights are those of attention.
 
-A state that training carries holds the chunk under way and the `remember` tokens before it, which are all that a row
-may choose from of what came before; its size never changes. Outside training, with `eval: span`, a state holds the keys
-and values of the whole document, as full attention's does, and every block can be chosen.
+A state that training carries holds the current chunk and the `remember` tokens before it; a row may select blocks from
+these alone, and the state's size never changes. Outside training, with `eval: span`, a state holds the keys and values
+of the full document, as full attention's does, and every block can be selected.
 
-Where the chunk before chooses, or relevance decides nothing, rows may be cut anywhere: generation token by token is the
-whole row. Under `relevance: chunk` they may only at multiples of the chunks, as part of a chunk can't ask for the rest
-of it: a row's part of a chunk chooses by the queries it has, and so does a token that is generated. A document that
-begins in mid-row may end its row in mid-chunk, and then the same holds.
+Where the previous chunk selects, or relevance decides nothing, rows may be cut anywhere: generation token by token
+equals reading the full row. Under `relevance: chunk` rows may be cut only at multiples of the chunks, because a part of
+a chunk lacks the queries of the rest: it selects by the queries it has, and so does a generated token. A document that
+begins in mid-row may end its row in mid-chunk, with the same effect.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hybridtron.problems import Problem, choice
 
 @dataclass(frozen=True)
 class SpanSpec(HeadsSpec):
-    """Options of span-expanded attention, beside those of every attention."""
+    """Options of span-expanded attention, in addition to those of every attention."""
 
     kind: ClassVar[str] = "span"
     module: ClassVar[str] = "hybridtron.mixers.span:SpanAttention"
@@ -58,32 +58,32 @@ class SpanSpec(HeadsSpec):
 
     # tokens that select blocks together, or a list of sizes to draw from
     chunk: Annotated[int | list[int], at_least(2)] = 2048
-    # a list is drawn from for each micro-batch, or for each layer too
+    # draw the size for each micro-batch, or for every layer separately
     draw: Annotated[str, one_of(("batch", "layer"))] = "batch"
     block: Annotated[int, at_least(2)] = 32  # tokens of a block
     blocks: Annotated[int, at_least(1, "memory: none reads none")] = 8  # blocks of the past that a chunk reads
-    # whose queries choose: those of the chunk (the paper's), or of the chunk before (strictly causal)
+    # queries that select blocks: the chunk's (the paper's), or the previous chunk's (strictly causal)
     relevance: Annotated[str, one_of(("chunk", "previous_chunk"))] = "chunk"
-    # what is read of the past: chosen blocks (span), nothing (none), random blocks, blocks chosen by a landmark, or
-    # shifted groups
+    # which blocks of the past are read: the most relevant (span), none, random, those selected by a landmark, or none
+    # with shifted chunks
     memory: Annotated[str, one_of(("span", "none", "random", "landmark", "shifted"))] = "span"
     # outside training: full attention, or span as in training
     eval: Annotated[str, one_of(("full", "span"))] = "full"
-    # where states are carried: tokens before the current chunk that can still be read
+    # with carried states: tokens before the current chunk that can still be read
     remember: Annotated[int, at_least(0)] = 0
 
     def chunks(self) -> tuple[int, ...]:
-        """The sizes that a chunk can have."""
+        """Return the sizes that a chunk can have."""
         return (self.chunk,) if isinstance(self.chunk, int) else tuple(self.chunk)
 
     @property
     def asks(self) -> bool:
-        """Whether relevance decides which blocks are read."""
+        """True if relevance decides which blocks are read."""
         return self.memory in ("span", "landmark")
 
     @property
     def retrieves(self) -> bool:
-        """Whether chunks read blocks of the past."""
+        """True if chunks read blocks of the past."""
         return self.asks or self.memory == "random"
 
     @property
@@ -95,11 +95,11 @@ class SpanSpec(HeadsSpec):
         return max(self.chunks()) if self.eval == "span" and self.asks and self.relevance == "chunk" else 1
 
     def remembered(self, training: bool) -> int | None:
-        """How many tokens before the chunk under way a row may choose from; None: all of the document."""
+        """Return how many tokens before the current chunk a row may select from; None for the full document."""
         return self.remember if training or not self.retrieves else None
 
     def carried_blocks(self, remembered: int | None) -> tuple[int | None, int]:
-        """Of how many of the last blocks a state holds summaries (None: of the document's all), and query sums."""
+        """Return how many block summaries and query sums a state holds; None for all of the document's summaries."""
         largest = max(self.chunks())
         if remembered is None:
             return None, 2 * largest // self.block
@@ -110,21 +110,21 @@ class SpanSpec(HeadsSpec):
         seen = sum(self._visible(seq_len, chunk) for chunk in sizes) / len(sizes)
         table = super().flops(model, seq_len) | {"attention": 4 * queries * seen}
         if self.asks:
-            # each block's tokens, or its landmark alone, read the block; every chunk asks the blocks before it
+            # each block's tokens, or its landmark alone, attend to the block; every chunk scores the blocks before it
             table["summaries"] = queries * (2 * self.block + 2 if self.memory == "span" else 4)
             pairs = sum((seq_len / chunk - 1) / 2 for chunk in sizes if chunk < seq_len) / len(sizes)
             table["relevance"] = 2 * queries * pairs / self.block
         return table
 
     def _visible(self, seq_len: int, chunk: int) -> float:
-        """Mean number of positions that a token sees, itself included."""
+        """Return the mean number of positions that a token sees, itself included."""
         own = visible_tokens(min(seq_len, chunk), None)
         most = 0 if self.memory in ("none", "shifted") else self.blocks * self.block
         begins = range(0, seq_len, chunk)
         return own + sum(min(most, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        """What training carries."""
+        """Return the state parts that training carries."""
         largest, head = max(self.chunks()), self.head(model)
         parts = self.carried_heads(model, self.remember + largest)
         if self.retrieves:

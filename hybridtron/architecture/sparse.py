@@ -1,23 +1,24 @@
-"""Sparse attention beside a recurrence: `sparse:` as an option of `mamba` and `mamba2`. Zhan, Zhao, Zhu and Tang 2025.
+"""Sparse attention added to a recurrence: the option `sparse:` of `mamba` and `mamba2`. Zhan, Zhao, Zhu and Tang 2025.
 
-    x      what the recurrence reads, behind its convolution; q, k as below; v = x
+    x      the recurrence's input, after its convolution; q, k as below; v = x
     y_i    = sum over the j <= i that i sees of  softmax(q_i . k_j / sqrt(state)) v_j;   0 where it sees none
-    added  gate * y beside the recurrence's y + D x, inside the output gate (mamba) or the gated norm (mamba2)
+    added  gate * y to the recurrence's y + D x, inside the output gate (mamba) or the gated norm (mamba2)
 
-One pattern decides for all channels of a group, `keys` tokens at most:
+One pattern selects at most `keys` tokens for all channels of a group:
 
-    window, dilated        the last ones; the last ones at every `stride`th place
-    window_dilated, sink_window   the last ones and, half of the keys each, those at every `stride`th place or the first
-    lsh                    the last ones whose key falls into the query's bin of a random hash
+    window, dilated        the last tokens; the last tokens at multiples of `stride`
+    window_dilated, sink_window   half of the keys for the last tokens, half for those at multiples of `stride`, or for
+                           the first tokens
+    lsh                    the last tokens whose key falls into the query's bin of a random hash
     ks                     those of largest score: a small MLP reads the key and the normed sum of all queries so far
     hax                    lsh and ks, half of the keys each
 
-Queries and keys are projections of x (`projected`; `k|q`, without a bias), as the paper has them on mamba, or what the
-recurrence has for C and B, by state-space duality, group by group; the second is the default on mamba2.
+Queries and keys are projections of x (`projected`; `k|q`, without a bias), the paper's choice for mamba. Alternatively
+they are the recurrence's C and B, by state-space duality, group by group; this is the default on mamba2.
 
-A hash is drawn for every micro-batch of training, and is one and the same outside of it. The MLP learns by the
-ranking loss alone, `alpha` times which each layer adds to the training loss; q and k get no gradient from it. Its last
-bias is left out, as it changes neither an order nor a difference.
+The hash is drawn for every micro-batch in training, and is fixed outside of it. The MLP learns only by the ranking
+loss, which each layer adds to the training loss with the factor `alpha`; q and k get no gradient from it. Its last bias
+is left out, because it changes neither an order nor a difference.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ PATTERNS = {
     "ks": ("best",),
     "hax": ("bin", "best"),
 }
-"""The rules of each, which share its keys equally."""
+"""Selection rules of each pattern, which divide its keys equally."""
 
 
 class BranchSizes(NamedTuple):
-    """Size of a query, inner channels, groups of heads with queries and keys of their own, and heads."""
+    """Sizes of the sparse branch: channels of a query, inner channels, groups with their own queries and keys, and
+    heads.
+    """
 
     state: int
     inner: int
@@ -55,31 +58,33 @@ class BranchSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseOptions:
-    """Options of sparse attention beside a recurrence."""
+    """Options of sparse attention added to a recurrence."""
 
-    # hax, its halves lsh and ks, or one that does not depend on context: window, dilated, window_dilated, sink_window
+    # hax, its halves lsh and ks, or a fixed pattern: window, dilated, window_dilated, sink_window
     pattern: Annotated[str, one_of(PATTERNS)] = "hax"
-    keys: Annotated[int, at_least(1)] = 128  # tokens that a query sees at most; its rules share them equally
-    bins: Annotated[str, one_of(("argmax", "sign"))] = "argmax"  # of a hash: as many as hashes, or 2^hashes
+    keys: Annotated[int, at_least(1)] = (
+        128  # maximum number of tokens that a query sees; the pattern's rules divide them equally
+    )
+    bins: Annotated[str, one_of(("argmax", "sign"))] = "argmax"  # bins of a hash: `hashes` of them, or 2^hashes
     # columns of the random matrix; null: as many as keys for argmax, 8 for sign
     hashes: Annotated[int | None, at_least(1)] = None
-    stride: Annotated[int | None, at_least(1)] = None  # of dilated: the paper's is the longest row divided by the keys
-    # what is subtracted before hashing: the vector's own mean (features), or the document's, later tokens included,
-    # which is no language model and only repeats published code (sequence)
+    stride: Annotated[int | None, at_least(1)] = None  # of dilated; in the paper the longest row divided by the keys
+    # mean that is subtracted before hashing: the vector's own (features), or the document's (sequence). The latter
+    # includes later tokens, so it is not a language model and only reproduces published code
     centre: Annotated[str, one_of(("features", "sequence"))] = "features"
     alpha: Annotated[float, at_least(0)] = 0.1  # weight of the ranking loss
     target: Annotated[str, one_of(("sum", "mean"))] = (
-        "sum"  # what makes a key worth more: all its queries, or their mean
+        "sum"  # a key's value in the ranking loss: the sum over its queries, or their mean
     )
-    gate: float | None = None  # what every channel's gate starts from; null: 1, and 0 beside given weights without it
-    projected: bool | None = None  # queries and keys by a projection of their own; null: on mamba, not on mamba2
+    gate: float | None = None  # initial gate of every channel; null: 1, or 0 when loaded weights lack the branch
+    projected: bool | None = None  # project queries and keys separately; null: on mamba, not on mamba2
 
     def __str__(self) -> str:
         return self.pattern
 
     @property
     def budget(self) -> dict[str, int]:
-        """The keys of each rule, and the stride."""
+        """Number of keys for each rule, and the stride."""
         rules = PATTERNS[self.pattern]
         return {**dict.fromkeys(rules, self.keys // len(rules)), "stride": self.stride or 1}
 
@@ -93,19 +98,23 @@ class SparseOptions:
 
     @property
     def columns(self) -> int:
-        """Of the hash's matrix."""
+        """Number of columns in the hash's matrix."""
         return self.hashes or (self.keys if self.bins == "argmax" else 8)
 
     @property
     def slots(self) -> int:
-        """Keys that are carried at most: what later queries may see by each rule."""
+        """Maximum number of carried keys: those that later queries may see by any rule."""
         each = self.keys // len(PATTERNS[self.pattern])
         of_bins = self.columns if self.bins == "argmax" else 2**self.columns
         rules = {"recent": each - 1, "first": each, "strided": each, "bin": of_bins * each, "best": each}
         return sum(rules[rule] for rule in PATTERNS[self.pattern])
 
     def parameters(self, sizes: BranchSizes, projected: bool, copied: tuple[str, ...]) -> dict[str, Parameter]:
-        """The branch's weights by their names in the mixer; grown projections copy these keys, if there are any."""
+        """Return the branch's parameters by their names in the mixer.
+
+        If weights without the branch are loaded, its projections are copied from the keys in `copied`, if there are
+        any.
+        """
         state, inner, _, _ = sizes
         from_scratch, grown = (Constant(other if self.gate is None else self.gate) for other in (1.0, 0.0))
         table = {"sparse.gate": Parameter((inner,), from_scratch, decay=False, fp32=True, cuts=(Cut(0),), grown=grown)}
@@ -114,7 +123,7 @@ class SparseOptions:
             table["sparse_qk.weight"] = replace(weight, grown=copied or weight.init)
         if self.scored:
             start, bias = Projection((2 * state) ** -0.5), Uniform((2 * state) ** -0.5)
-            # each rank's loss is that of its own groups, divided by the ranks
+            # each rank's loss covers its own groups, divided by the number of ranks
             square = Parameter((2 * state, 2 * state), start, fp32=True, partial_gradient=True, grown=start)
             for layer in ("1", "2"):
                 table[f"sparse.weight_{layer}"] = square
@@ -123,7 +132,7 @@ class SparseOptions:
         return table
 
     def flops(self, sizes: BranchSizes) -> dict[str, float]:
-        """Of a token, beside those of weights, which are counted for one group."""
+        """Return FLOPs per token in addition to those of the weights, which are counted for one group."""
         state, inner, groups, _ = sizes
         parts: dict[str, float] = {"sparse": 2 * self.keys * (groups * state + inner) + 2 * inner}
         if self.hashed:
@@ -143,7 +152,7 @@ class SparseOptions:
         return (4 if projected else 1) * state + 2 * wide * numbers + (6 * wide * state if self.scored else 0)
 
     def state_parts(self, sizes: BranchSizes) -> dict[str, StatePart]:
-        """What is kept of a document, group by group: a rank has those of its own heads."""
+        """Return the state parts carried within a document, by group; a rank holds those that its own heads read."""
         state, inner, groups, heads = sizes
         first, second = Cut(0, readers=heads), Cut(1, readers=heads)
         parts = {
@@ -158,7 +167,9 @@ class SparseOptions:
         return parts
 
     def problems(self, max_seq_len: int) -> Iterator[Problem]:
-        """What is wrong with options that keep their limits; keys are names below `sparse`."""
+        """Yield problems of options that are within their limits but don't fit together; keys are names below
+        `sparse`.
+        """
         rules = PATTERNS[self.pattern]
         if self.keys % len(rules):
             yield Problem("keys", f"is {self.keys}, must be even: the two rules of {self.pattern} share them equally")
@@ -175,7 +186,7 @@ class SparseOptions:
             yield Problem("hashes", f"is {self.columns}, must be at most 16 for bins=sign: 2^hashes bins")
 
     def surprises(self) -> Iterator[Problem]:
-        """What works otherwise than it looks."""
+        """Yield warnings about options whose effect is surprising."""
         if self.centre == "sequence":
             leak = "is sequence: every token's bin depends on later tokens, so that losses are not those of a language"
             yield Problem(
@@ -183,19 +194,19 @@ class SparseOptions:
             )
 
     def carry_problems(self) -> Iterator[Problem]:
-        """What keeps rows from continuing where others ended."""
+        """Yield problems that keep rows from continuing the state of others."""
         if self.centre == "sequence":
             yield Problem("centre", "is sequence, for which a row must hold the whole document: use centre=features")
 
 
 @dataclass(frozen=True)
 class RecurrenceSpec(MixerSpec):
-    """What mixers share that can have sparse attention beside their recurrence."""
+    """Shared base of mixers that can have sparse attention added to their recurrence."""
 
     projects_by_default: ClassVar[bool]
-    copied: ClassVar[tuple[str, ...]] = ()  # stored keys that have the places of k and q in the recurrence, if any do
+    copied: ClassVar[tuple[str, ...]] = ()  # stored keys of the recurrence's counterparts to k and q, if there are any
 
-    # sparse attention beside the recurrence: {pattern: hax, keys: 128}, with the options below; null: none
+    # sparse attention added to the recurrence: {pattern: hax, keys: 128}, with the options below; null: none
     sparse: SparseOptions | None = field(default=None, kw_only=True)
 
     @property
@@ -203,7 +214,7 @@ class RecurrenceSpec(MixerSpec):
         return self.sparse is None or self.sparse.centre == "features"
 
     def __post_init__(self) -> None:
-        if isinstance(self.sparse, Mapping):  # as YAML and config.json have it
+        if isinstance(self.sparse, Mapping):  # from YAML or config.json
             object.__setattr__(self, "sparse", SparseOptions(**self.sparse))
 
     @property
@@ -212,13 +223,13 @@ class RecurrenceSpec(MixerSpec):
 
     @property
     def projects(self) -> bool:
-        """Whether queries and keys of sparse attention have a projection of their own."""
+        """True if sparse attention has its own projection for queries and keys."""
         chosen = None if self.sparse is None else self.sparse.projected
         return self.projects_by_default if chosen is None else chosen
 
     @abstractmethod
     def shared_sizes(self, model: ModelSizes) -> BranchSizes:
-        """Of the branch, if it shares the recurrence's C and B."""
+        """Return the branch's sizes for the case that it shares the recurrence's C and B."""
 
     def branch_sizes(self, model: ModelSizes) -> BranchSizes:
         shared = self.shared_sizes(model)

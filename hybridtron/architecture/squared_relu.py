@@ -1,4 +1,4 @@
-"""MLP without a gate: down(relu(up(u))^2), without biases, as Nemotron-H has it. It carries no state."""
+"""MLP without a gate: down(relu(up(u))^2), without biases, as in Nemotron-H. It carries no state."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class SwiGLUSpec(MixerSpec):
 
     # inner channels; must be set
     hidden: Annotated[int, at_least(1, "8/3 of model.width is usual")] = 0
-    gate_multiplier: Annotated[float, above(0)] = 1.0  # the gate is multiplied by it before SiLU, as in Falcon-H1
+    gate_multiplier: Annotated[float, above(0)] = 1.0  # factor of the gate before SiLU, as in Falcon-H1
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         return {

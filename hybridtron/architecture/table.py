@@ -1,7 +1,7 @@
-"""From the pattern and its letters to one spec per residual sub-layer, and to the table of every weight.
+"""Builds one spec per residual sub-layer from the pattern, and the table of all weights.
 
-The table is the single source for counts, initialisation, optimizer groups, precision and checkpoints: a weight's
-name, shape and treatment stand in it, whatever layout builds it.
+The table is the single source for counts, initialisation, optimizer groups, precision and checkpoints. It has the name,
+shape and treatment of every weight, independent of the layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from hybridtron.problems import ConfigError, Problem, did_you_mean
 
 @dataclass(frozen=True)
 class Architecture:
-    """The model's residual sub-layers in order: each one's letter and spec, and how many stand in each stage."""
+    """The model's residual sub-layers in order, with their letters and specs, and the number of sub-layers in each
+    stage.
+    """
 
     letters: tuple[str, ...]
     specs: tuple[MixerSpec, ...]
@@ -39,15 +41,17 @@ class Architecture:
     stages: tuple[int, ...]
 
     def sizes_at(self, index: int) -> ModelSizes:
-        """The sizes as the mixer of one sub-layer knows them."""
+        """Return the model's sizes for the mixer of one sub-layer."""
         return self.sizes.at(index, [spec.kind for spec in self.specs])
 
     def next_is_beside(self, index: int) -> bool:
-        """Whether the sub-layer after this one reads what this one reads."""
+        """Return True if the next sub-layer is a parallel branch that shares this one's input."""
         return index + 1 < len(self.specs) and self.specs[index + 1].beside
 
     def mixer_weights(self, index: int) -> dict[str, Parameter]:
-        """Those of one sub-layer's mixer, by full name; what its letter's places share has one name for all."""
+        """Return one sub-layer's mixer weights by full name; shared weights have the same name in all sub-layers of a
+        letter.
+        """
         weights = self.specs[index].parameters(self.sizes_at(index))
         return {self.full_name(index, name, weight.shared): weight for name, weight in weights.items()}
 
@@ -55,36 +59,40 @@ class Architecture:
         return f"shared.{self.letters[index]}.mixer.{key}" if shared else f"layers.{index}.mixer.{key}"
 
     def shared_names(self, letter: str) -> list[str]:
-        """Weights of a letter's mixer that its places share, by their names inside it."""
+        """Return the names, inside the mixer, of weights that all sub-layers of a letter share."""
         weights = self.by_letter[letter].parameters(self.sizes)
         return [name for name, weight in weights.items() if weight.shared]
 
     @property
     def carries_embedding(self) -> bool:
-        """Whether a sub-layer reads the embedding beside the stream."""
+        """True if any sub-layer reads the embedding in addition to the stream, so that stages must pass it along."""
         return any(spec.feeds_next for spec in self.specs)
 
     @property
     def inseparable(self) -> list[range]:
-        """Sub-layers that must stand in one stage, in order: a feeder with the next, which reads it; and one with those
-        beside it."""
+        """Runs of sub-layers that must be in one stage, in order.
+
+        A feeder stays with the next sub-layer, which reads its output, and parallel branches stay together.
+        """
         apart = [not (spec.feeds_next or self.next_is_beside(index)) for index, spec in enumerate(self.specs)]
         ends = [0, *(end for end, ends_here in enumerate(apart, 1) if ends_here)]
         return [range(start, end) for start, end in itertools.pairwise(ends)]
 
     @property
     def reads_in(self) -> int:
-        """Outside training, pieces of a text give what its whole would where they begin at multiples of this."""
+        """Multiple at which a text can be split outside training with the same result as reading it at once."""
         return math.lcm(*(spec.reads_in for spec in self.specs))
 
     @property
     def by_letter(self) -> dict[str, MixerSpec]:
-        """The spec of each letter of the pattern, in the order in which they first appear."""
+        """Spec of each letter in the pattern, in the order of first appearance."""
         return dict(zip(self.letters, self.specs, strict=True))
 
 
 def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture:
-    """What the model is made of. ConfigError with all that is wrong with it, if it reads rows of up to `longest`."""
+    """Parse the model's pattern and letters. Raises ConfigError with all problems, for rows of up to `longest`
+    tokens.
+    """
     found = list(limit_problems(model, "model"))
     specs: dict[str, MixerSpec] = {}
     for letter, options in model.layers.items():
@@ -110,7 +118,7 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
 
 
 def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
-    """What a letter means. ConfigError where it means nothing."""
+    """Build a letter's spec from its options. Raises ConfigError with its problems."""
     kind = options.pop("kind", None)
     if kind not in SPECS:
         what = "must be set" if kind is None else f"is {kind!r}{did_you_mean(str(kind), SPECS)}"
@@ -128,9 +136,9 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
 
 
 def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
-    """Every weight of the model by its full name: `layers.3.mixer.in_proj.weight`.
+    """Return every weight of the model by its full name, such as `layers.3.mixer.in_proj.weight`.
 
-    What the places of a letter share has one name: `shared.S.mixer.q.weight`.
+    Weights shared by all sub-layers of a letter appear once, such as `shared.S.mixer.q.weight`.
     """
     arch = architecture(model)
     width, vocab = model.width, model.vocab_size
@@ -149,14 +157,16 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
 
 
 def weight_name(arch: Architecture, index: int, key: str) -> str:
-    """The full name of a weight, or of a stored part of one, of a sub-layer's mixer."""
+    """Return the full name of a mixer weight in one sub-layer, given its key or a stored part's."""
     names = arch.shared_names(arch.letters[index])
     return arch.full_name(index, key, any(key == name or key.startswith(f"{name}.") for name in names))
 
 
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
-    """Projections by another rule. Blocks are counted by the sub-layers that look back further than a few tokens,
-    but for those beside another."""
+    """Replace the initialisation of projections by lit-gpt's.
+
+    Its number of blocks is that of sub-layers with a state other than a convolution's, without parallel branches.
+    """
     width = arch.sizes.width
     states = [spec.state_parts(arch.sizes).values() for spec in arch.specs if not spec.beside]
     blocks = max(1, sum(any(part.kind != "conv" for part in parts) for parts in states))
@@ -185,7 +195,7 @@ def _option_problems(schema: type, what: str, options: Mapping[str, Any], where:
 
 @functools.cache
 def _hints(schema: type) -> dict[str, Any]:
-    """The types of options; evaluating annotations takes longer than all else here."""
+    """Return the types of a schema's options; cached, because evaluating annotations is the slowest step here."""
     return typing.get_type_hints(schema)
 
 
@@ -194,7 +204,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a YAML value can stand for an option of this type: ints pass as floats, booleans only as booleans."""
+    """Return True if a YAML value fits an option of this type: ints pass as floats, booleans only as booleans."""
     for kind in _alternatives(hint):
         if isinstance(value, bool) and kind is not bool:
             continue

@@ -1,4 +1,4 @@
-"""What RWKV's mixers share: each channel of a token takes a share of the same channel of the token before it.
+"""Token shift of RWKV's mixers: each channel of a token is interpolated with the same channel of the previous token.
 
 x_t + mix (x_{t-1} - x_t)
 """
@@ -10,20 +10,23 @@ from hybridtron.architecture.inits import Init, Ramp
 
 
 def mix_start(model: ModelSizes, power: float = 1.0, less: float = 0.0) -> Ramp:
-    """1 - less - (i / width)^p: the later the channel, the less it takes; p falls from `power` layer by layer."""
+    """Return the initial mix 1 - less - (i / width)^p of channel i, where p falls from `power` layer by layer."""
     exponent = power * (1 - model.nth_of_kind / model.layers_of_kind)
     return Ramp(1 - less, 1 - less - ((model.width - 1) / model.width) ** exponent, exponent)
 
 
 def mix(model: ModelSizes, *shape: int, start: Init) -> Parameter:
-    """Shares of all channels; every rank mixes whole tokens, and uses what it makes for its own channels."""
+    """Return a mix parameter with the given leading shape.
+
+    Every rank mixes full tokens, but uses them for its own channels only, so its gradient is partial.
+    """
     return Parameter((*shape, model.width), start, decay=False, partial_gradient=True)
 
 
 def last_token(model: ModelSizes) -> StatePart:
-    """The row's last token.
+    """Return the state part that holds the row's last token.
 
-    It is carried where the last inputs of a short convolution are: to the text that follows it, and not where states
-    pass to another text, of whose first token it is not the one before.
+    Its kind is `conv`, so it is carried as a short convolution's last inputs are: to the text that continues the row,
+    but not under state passing, where the next text's first token does not follow it.
     """
     return StatePart("conv", (model.width,))

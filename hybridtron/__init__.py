@@ -1,3 +1,3 @@
-"""Distributed pretraining of SSM/attention hybrids. The map of the package is in its README.md."""
+"""Distributed pretraining of SSM/attention hybrids. README.md in this folder is a map of the package."""
 
 __version__ = "0.1.0"

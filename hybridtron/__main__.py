@@ -1,4 +1,4 @@
-"""`python -m hybridtron` and `torchrun -m hybridtron train ...`: the same as the command `hybridtron`."""
+"""Entry point of `python -m hybridtron` and `torchrun -m hybridtron train ...`, equal to the command `hybridtron`."""
 
 import sys
 

@@ -1,16 +1,16 @@
-"""C++ that is compiled where it first runs, kept in the user's own cache, and loaded only as it was written.
+"""Cache of compiled C++ libraries: compiled at first use, stored in the user's cache, and verified at each load.
 
-    load("native", "NAME.so", compile)    the library of this name, compiled where it is absent or damaged
+    load("native", "NAME.so", compile)    load this library; compile it first if it is missing or damaged
 
-A caller gives a name that says all that the library depends on. Beside it stand NAME.so.sha256, its size and digest,
-and NAME.so.lock, which one process at a time holds while it compiles; the others wait, on all machines that share the
-folder if its file system has locks. A library is written to a temporary folder and renamed when it is complete, with
-its record.
+The name must encode everything that the library depends on. Two files accompany it: NAME.so.sha256 records its size
+and digest, and NAME.so.lock is held by one process at a time while it compiles. The others wait, also on other machines
+that share the folder, if its file system has locks. A library is written to a temporary folder and, when it is
+complete, renamed together with its record.
 
-Code is mapped into this process as it stands in the file: a page that is missing ends the process by SIGBUS, and one of
-zeros computes something else. So each start reads the file and compares size and digest, through the descriptor that it
-is then loaded by, and a file that differs is made again. Who could put a library and its record there is
-`own_folders.py`'s matter. Nothing here imports torch.
+The loader maps the file into this process, so damage would be dangerous: a missing page ends the process by SIGBUS, and
+a page of zeros computes nonsense. So each start reads the file and compares size and digest, through the same
+descriptor that the library is then loaded from. A damaged file is compiled again. `own_folders.py` ensures that no
+other user can replace a library and its record. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from pathlib import Path
 from hybridtron.own_folders import NotOwn, OwnFolder, own_folder, write_whole
 
 COMPILERS = ("c++", "g++", "clang++")
-BUILD_S = 1800.0  # longer than any compiler needs on a busy machine; one that hangs ends the attempt
+BUILD_S = 1800.0  # time limit of a compiler, also for waiting processes: longer than any needs on a busy machine
 ELSEWHERE = "(XDG_CACHE_HOME=FOLDER names another place)"
-SILENT_S = 3.0  # a process that waits longer for another one says so
+SILENT_S = 3.0  # a process that waits longer for another one logs a warning
 
 LOG = logging.getLogger(__name__)
 
 
 class NotBuilt(Exception):
-    """There is no library; the message is the reason, on one line."""
+    """Raised when a library can't be had; the message is the reason, on one line."""
 
 
 class DamagedLibrary(Exception):
-    """A library's file differs from what was written; the message says how, and is empty where there is no file."""
+    """Raised when a library's file differs from its record; the message is empty if there is no file."""
 
 
 @dataclass(frozen=True)
 class LoadedLibrary:
-    """A library's functions, and the damage of the file that it replaces; empty where there was none."""
+    """A loaded library. `repaired` describes the damaged file that it has replaced, or is empty."""
 
     functions: ctypes.CDLL
     repaired: str
 
 
 def compiler() -> Path:
-    """The user's choice, which alone is tried then, or one on the path. Raises NotBuilt."""
+    """Find a C++ compiler: only $CXX if it is set, else the first one on the path. Raises NotBuilt."""
     chosen = os.environ.get("CXX")
     for name in (chosen,) if chosen else COMPILERS:
         if found := shutil.which(name):
@@ -65,7 +65,7 @@ def compiler() -> Path:
 
 
 def load(folder: str, name: str, make: Callable[[Path], None], mode: int = ctypes.DEFAULT_MODE) -> LoadedLibrary:
-    """Load the library of this name; `make` compiles it where it is absent or damaged. Raises NotBuilt."""
+    """Load a library from the user's cache; `make` compiles it if it is missing or damaged. Raises NotBuilt."""
     with _own_cache(folder) as own:
         repaired = ""
         try:
@@ -78,7 +78,7 @@ def load(folder: str, name: str, make: Callable[[Path], None], mode: int = ctype
 
 
 def state(folder: str, name: str) -> str | None:
-    """Describe the damage of a library: empty where there is none, None where it is whole. Raises NotBuilt."""
+    """Return None if a library is valid, else its damage; an empty string if it is missing. Raises NotBuilt."""
     with _own_cache(folder) as own:
         try:
             open_whole(own, name).close()
@@ -88,13 +88,13 @@ def state(folder: str, name: str) -> str | None:
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of the user's own, made if need be. Raises NotBuilt."""
+    """Return a folder in the user's cache, created if necessary. Raises NotBuilt."""
     with _own_cache(name) as own:
         return own.path
 
 
 def build(path: Path, make: Callable[[Path], None]) -> None:
-    """Let `make` write a file to a temporary place, then give it its name. Raises NotBuilt."""
+    """Write a file atomically: `make` writes it to a temporary folder, then it is renamed. Raises NotBuilt."""
     try:
         write_whole(path.parent, [path.name], lambda temporary: make(temporary / path.name))
     except OSError as error:
@@ -103,6 +103,7 @@ def build(path: Path, make: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _own_cache(name: str) -> Iterator[OwnFolder]:
+    """Open a folder in the user's cache that other users can't change. Raises NotBuilt."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -115,7 +116,7 @@ def _own_cache(name: str) -> Iterator[OwnFolder]:
 
 
 def open_whole(folder: OwnFolder, name: str) -> BufferedReader:
-    """Open a library if its bytes are those that were written. Raises DamagedLibrary, or NotOwn."""
+    """Open a library after comparing it with its record. Raises DamagedLibrary, or NotOwn."""
     path = folder.path / name
     file = _opened(folder, name)
     if file is None:
@@ -138,7 +139,7 @@ def open_whole(folder: OwnFolder, name: str) -> BufferedReader:
 
 
 def _opened(folder: OwnFolder, name: str) -> BufferedReader | None:
-    """Open a file; None where there is none. Raises DamagedLibrary where it can't be opened, and NotOwn."""
+    """Open a file; return None if it is missing. Raises DamagedLibrary if it can't be opened, or NotOwn."""
     try:
         return folder.open(name)
     except FileNotFoundError:
@@ -154,7 +155,7 @@ def _record_of(name: str) -> str:
 
 
 def _record(name: str, file: BufferedReader) -> bytes:
-    """Compose the record that is kept beside a library: its size, its digest and its name."""
+    """Compute a library's record: its size, digest and name on one line."""
     file.seek(0)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     return f"{os.fstat(file.fileno()).st_size} {digest} {name}\n".encode()
@@ -167,7 +168,7 @@ def _built(folder: OwnFolder, name: str, make: Callable[[Path], None]) -> Buffer
         library = temporary / name
         record = temporary / _record_of(name)
         make(library)
-        library.chmod(0o700)  # whatever the user's mask is
+        library.chmod(0o700)  # regardless of the umask
         with library.open("rb") as file:
             record.write_bytes(_record(name, file))
         record.chmod(0o600)
@@ -190,17 +191,24 @@ def _built(folder: OwnFolder, name: str, make: Callable[[Path], None]) -> Buffer
 
 @dataclass(frozen=True)
 class BuildTurn:
-    """A process's turn to compile: the lock's file, which holds why the attempt before failed."""
+    """A process's turn to compile, while it holds the lock.
+
+    lock: descriptor of the lock's file, which also stores why the last attempt failed
+    waited: this process had to wait for another one
+    """
 
     lock: int
     waited: bool
 
     def failure(self) -> str:
-        """Why the process that was waited for made nothing, so that this one would not either; else empty."""
+        """Return why the process that this one has waited for failed, or an empty string.
+
+        A second attempt would fail for the same reason.
+        """
         return os.pread(self.lock, 4096, 0).decode(errors="replace") if self.waited else ""
 
     def note(self, reason: str) -> None:
-        """Leave it for those that wait."""
+        """Store the reason of a failure for waiting processes; an empty one clears it."""
         with suppress(OSError):  # a full disk may be the reason
             os.ftruncate(self.lock, 0)
             os.pwrite(self.lock, reason.encode(), 0)
@@ -208,7 +216,10 @@ class BuildTurn:
 
 @contextmanager
 def _turn(folder: OwnFolder, name: str) -> Iterator[BuildTurn]:
-    """One process at a time, where the file system has locks. Raises NotBuilt after a long time."""
+    """Hold the compile lock in the block, after waiting for it. Raises NotBuilt after BUILD_S.
+
+    Without locks in the file system, processes don't wait for each other.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     path = folder.path / f"{name}.lock"
     with os.fdopen(os.open(path.name, flags, 0o600, dir_fd=folder.descriptor), "rb+", buffering=0) as lock:
@@ -225,6 +236,7 @@ def _turn(folder: OwnFolder, name: str) -> Iterator[BuildTurn]:
 
 
 def _locked(lock: int) -> bool:
+    """Try to take the lock. Returns False if another process holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -235,10 +247,10 @@ def _locked(lock: int) -> bool:
 
 
 def _linked(file: BufferedReader, path: Path, mode: int) -> ctypes.CDLL:
-    """Load a library from its open file, not from a file that gets its name meanwhile, where the system allows that.
+    """Load a library from its open, verified file, through /proc where the system has it.
 
-    The descriptor stays open: the loader knows libraries by their paths, and would take another file that is opened
-    under the same number for this one.
+    So a file that replaces it at its path in the meantime is not loaded. The descriptor stays open: the loader
+    identifies libraries by path, and would confuse this one with a later file under the same descriptor number.
     """
     descriptor = os.dup(file.fileno())
     opened = f"/proc/self/fd/{descriptor}"
@@ -250,7 +262,7 @@ def _linked(file: BufferedReader, path: Path, mode: int) -> ctypes.CDLL:
 
 
 def run_compiler(program: Path, options: Sequence[str], target: Path) -> None:
-    """Make one file. Raises NotBuilt with what the compiler said first of an error."""
+    """Compile to one target file. Raises NotBuilt with the compiler's first error line."""
     try:
         done = subprocess.run(
             [str(program), *options, "-o", str(target)], capture_output=True, text=True, errors="replace",

@@ -1,4 +1,4 @@
-"""Determinism, where it is asked for: the same program gives the same bits again."""
+"""Bit-reproducible computation, for runs with `run.deterministic`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-# Kernels of other packages that add up in no fixed order by default, cuBLAS and NCCL. What the user has set stays.
+# cuBLAS, NCCL and kernels of other packages sum in no fixed order by default. Variables that the user has set stay.
 FIXED_ORDER = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -20,7 +20,10 @@ FIXED_ORDER = {
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Inside the block, if wanted, the same program gives the same bits again; ops that can't are refused by torch."""
+    """Make results bit-reproducible in the block, if `wanted`. torch raises for ops that can't be.
+
+    The environment variables of FIXED_ORDER stay set after the block.
+    """
     if not wanted:
         yield
         return
@@ -37,5 +40,5 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def is_deterministic() -> bool:
-    """Check whether torch is inside a block of `deterministic(True)`."""
+    """Return True inside a block of `deterministic(True)`."""
     return torch.are_deterministic_algorithms_enabled()

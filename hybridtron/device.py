@@ -1,6 +1,6 @@
-"""The one place that knows the device: CPU or CUDA, data types, random state, memory, optional packages.
+"""Device access: CPU or CUDA, data types, random state, memory, optional packages.
 
-Nothing else in the package names `torch.cuda`. Code elsewhere asks for the device once and hands tensors along.
+No other file of the package uses `torch.cuda`. Code elsewhere asks for the device once and passes tensors on.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.overrides import TorchFunctionMode
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16} | dict.fromkeys(
     ("fp8_delayed", "fp8_current", "fp8_block"), torch.bfloat16
 )
-"""Of weights and activations, by precision: FP8 exists inside products alone."""
+"""Data types of weights and activations by precision. With FP8 they are bf16: FP8 is used inside products only."""
 
-FP8_CAPABILITY = (9, 0)  # compute capability: Hopper
+FP8_CAPABILITY = (9, 0)  # minimum compute capability: Hopper
 
 
 @functools.cache
 def compute_device() -> torch.device:
-    """The accelerator of this process, or the CPU where there is none."""
+    """Return this process's GPU, or the CPU without one. The first call makes the GPU torch's current device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", device_index(os.environ, torch.cuda.device_count()))
@@ -40,26 +40,26 @@ def compute_device() -> torch.device:
 
 
 def device_index(environment: Mapping[str, str], visible: int) -> int:
-    """Which of the visible devices is this process's, by what torchrun or srun says of its place on the machine."""
-    # SLURM can show each process its own devices alone, whatever its place
+    """Return the index of this process's GPU from its local rank, as torchrun or srun sets it."""
+    # modulo, since SLURM may make only one GPU visible to each process, whatever its local rank
     return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))) % visible
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none of them is touched."""
+    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without initialising CUDA."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
 
 
 def describe_device() -> str:
-    """One line for the start-up table: `CPU, 2 threads` or `NVIDIA H100 80GB HBM3, CUDA 13.0`."""
+    """Describe the device on one line: `CPU, 2 threads ...` or `NVIDIA H100 80GB HBM3, CUDA 13.0`."""
     if compute_device().type == "cpu":
         return f"CPU, {torch.get_num_threads()} threads (torch {torch.__version__} sees no CUDA device)"
     return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
 
 
 def fp8_device_fault() -> str | None:
-    """Why this process's device can't multiply in FP8; None where it can."""
+    """Return why this process's device can't multiply in FP8, or None if it can."""
     if compute_device().type == "cpu":
         return f"torch {torch.__version__} sees no CUDA device"
     capability = compute_capability()
@@ -70,12 +70,12 @@ def fp8_device_fault() -> str | None:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Of the CUDA device; None without one."""
+    """Return the CUDA device's compute capability, such as (9, 0). None without a CUDA device."""
     return None if compute_device().type == "cpu" else torch.cuda.get_device_capability()
 
 
 def cuda_report() -> dict[str, str]:
-    """What torch says about CUDA, for people: its build, and each device; one line where there is none to use."""
+    """Return name and text for each line of a report on CUDA: torch's build, NCCL, and each GPU."""
     if torch.version.cuda is None:
         return {"torch": "built without CUDA"}
     report = {"torch": f"built for CUDA {torch.version.cuda}"}
@@ -91,25 +91,27 @@ def cuda_report() -> dict[str, str]:
 
 
 def synchronize() -> None:
-    """Wait for the device, so that a clock read next means something."""
+    """Wait for the GPU to finish, so that a clock can be read. Does nothing on a CPU."""
     if compute_device().type == "cuda":
         torch.cuda.synchronize()
 
 
 class Movable(Protocol):
-    """Something made of tensors that can move together."""
+    """A value that holds tensors and can move all of them, such as a batch."""
 
-    def moved(self, move: Callable[[Tensor], Tensor], /) -> Self: ...
+    def moved(self, move: Callable[[Tensor], Tensor], /) -> Self:
+        """Return a copy with `move` applied to every tensor."""
+        ...
 
 
 Moved = TypeVar("Moved", bound=Movable)
 
 
 def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
-    """The batches of each step on the device; on CUDA the next step's are copied while this one's are computed.
+    """Yield each step's batches on the device. On CUDA the next step is copied while the current one is computed.
 
-    The copies run on a stream of their own. What they wrote is handed over by an event, and marked as used by the
-    computing stream, so that its memory is not given away before that stream is done with it.
+    The copies run on a separate stream. The computing stream waits for them, and the copied tensors are recorded on it,
+    so that the allocator does not reuse their memory before that stream has finished with it.
     """
     if compute_device().type == "cpu":
         yield from steps
@@ -138,7 +140,10 @@ def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
 
 
 def beside_computing() -> AbstractContextManager[Any]:
-    """Inside, copies from the device run beside what it computes, and after all that it was asked for by now."""
+    """Return a context in which copies from the GPU overlap with its computation.
+
+    They run on a separate stream, after all work queued so far. `wait_for` takes the context. On a CPU it does nothing.
+    """
     if compute_device().type == "cpu":
         return nullcontext()
     (copying := torch.cuda.Stream()).wait_stream(torch.cuda.current_stream())
@@ -146,55 +151,56 @@ def beside_computing() -> AbstractContextManager[Any]:
 
 
 def wait_for(copies: Any) -> None:
-    """What is computed from now on waits for what was copied inside of this `beside_computing`."""
+    """Make later computation on the GPU wait for the copies made inside a `beside_computing` context."""
     if compute_device().type == "cuda":
         torch.cuda.current_stream().wait_stream(copies.stream)
 
 
 def graph_of(call: Callable[[], object]) -> Callable[[], None]:
-    """A CUDA graph of what a call asks of the device, as a function that replays it. CUDA only.
+    """Capture a call as a CUDA graph and return a function that replays it. CUDA only.
 
-    The call is made once before, on a stream of its own as torch's notes on graphs want it, and must not wait for the
-    device. Raises torch's error where something in it can't be captured; the process should then capture nothing else.
+    The call first runs once on a side stream, as torch's notes on graphs require. It must not synchronize with the GPU.
+    Raises torch's error if an operation can't be captured; the process should then not capture another graph.
     """
-    torch.cuda.empty_cache()  # a graph has memory of its own
+    torch.cuda.empty_cache()  # a graph allocates from a memory pool of its own
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
         call()
     torch.cuda.current_stream().wait_stream(other)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # autograd's thread asks for memory meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # autograd's thread may allocate meanwhile
         call()
     return graph.replay
 
 
 def peak_memory_gib() -> float | None:
-    """Most memory that tensors held on the device so far, in GiB; None where the device does not count it."""
+    """Return the peak memory of tensors on the GPU so far, in GiB. None on a CPU, where torch does not count it."""
     return None if compute_device().type == "cpu" else torch.cuda.max_memory_allocated() / 2**30
 
 
 def forget_peak_memory() -> None:
-    """Let `peak_memory_gib` count from now on."""
+    """Reset the peak that `peak_memory_gib` returns, and free the allocator's cache."""
     if compute_device().type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def random_states() -> dict[str, Tensor]:
-    """The state of torch's own generators, for a checkpoint."""
+    """Return the states of torch's random generators by device, for a checkpoint."""
     on_device = {"cuda": torch.cuda.get_rng_state()} if compute_device().type == "cuda" else {}
     return {"cpu": torch.get_rng_state(), **on_device}
 
 
 def set_random_states(states: dict[str, Tensor]) -> None:
+    """Restore the states that `random_states` has returned. A GPU's state is ignored on a CPU."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and compute_device().type == "cuda":
         torch.cuda.set_rng_state(states["cuda"])
 
 
 def warn_of_waits(enabled: bool) -> None:
-    """Let torch warn wherever it makes the host wait for the device. CUDA only."""
+    """Turn torch's warnings at each synchronization of host and GPU on or off. CUDA only."""
     torch.cuda.set_sync_debug_mode("warn" if enabled else "default")
 
 
@@ -204,12 +210,13 @@ def record_memory_history(enabled: bool) -> None:
 
 
 def dump_memory_snapshot(path: str) -> None:
+    """Write the recorded allocations to a pickle file for torch's memory viewer. CUDA only."""
     torch.cuda.memory._dump_snapshot(path)
 
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package as this process finds it: the module, or the reason why there is none."""
+    """An optional package: its module, or None with the reason why it can't be imported."""
 
     name: str
     module: ModuleType | None
@@ -218,7 +225,7 @@ class Package:
 
 @functools.cache
 def optional_package(name: str) -> Package:
-    """Import an optional package, or learn why that fails. Only the file that owns a package may ask for it."""
+    """Import an optional package, or return why that fails. Only the file that owns a package may ask for it."""
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         return Package(name, None, "not installed")
     try:
@@ -232,13 +239,13 @@ def optional_package(name: str) -> Package:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Makes Megatron's calls that name CUDA mean the CPU: `device="cuda"`, `.cuda()`, and `.type()`.
+    """Redirects Megatron's CUDA calls to the CPU: `device="cuda"`, `.cuda()` and `.type()`.
 
-    Its optimizers ask for `torch.cuda.FloatTensor` by name, so `.type()` answers in these words.
+    Megatron's optimizers compare `.type()` with names such as `torch.cuda.FloatTensor`, so `.type()` returns these.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Every call of torch passes here, so this must be quick.
+        # Every call of torch goes through this function, so it must be fast.
         if func is torch.Tensor.cuda:
             return args[0]
         if kwargs:
@@ -251,7 +258,7 @@ class _OnCPU(TorchFunctionMode):
 
 
 def megatron_context() -> AbstractContextManager[Any]:
-    """The context in which megatron-core is built and run: nothing on CUDA, its stand-ins on the CPU."""
+    """Return the context in which megatron-core runs. On a CPU it replaces CUDA calls; on CUDA it does nothing."""
     if compute_device().type == "cuda":
         return nullcontext()
     _stand_in_for_cuda()
@@ -260,9 +267,9 @@ def megatron_context() -> AbstractContextManager[Any]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Inside, calls of torch skip Megatron's context: for our own forward and backward passes, which name no CUDA.
+    """Bypass Megatron's context in the block, for our own forward and backward passes, which don't use CUDA by name.
 
-    On a CPU that context costs each call a few microseconds, which was a third of a small model's step.
+    On a CPU the context costs a few microseconds at each torch call, which was a third of a small model's step.
     """
     with nullcontext() if compute_device().type == "cuda" else torch._C.DisableTorchFunction():
         yield
@@ -270,14 +277,14 @@ def plain_torch() -> Iterator[None]:
 
 @functools.cache
 def _stand_in_for_cuda() -> None:
-    """The functions of torch.cuda that megatron-core calls whatever the device, in their CPU form."""
+    """Replace functions of torch.cuda that megatron-core calls on any device by CPU versions, for this process."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     cuda.synchronize = lambda *_: None
-    cuda.current_stream = torch.cpu.current_stream  # from 0.19 on, before gradients are reduced
+    cuda.current_stream = torch.cpu.current_stream  # megatron-core 0.19 and later call it before gradients are reduced
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 

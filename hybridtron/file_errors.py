@@ -1,4 +1,4 @@
-"""Messages for files that the operating system refuses: which file, why, and what a user can do about it."""
+"""Messages for a user about file errors of the operating system: the file, the reason and a cure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CURES = {
 
 
 def is_of_the_user(error: OSError) -> bool:
-    """Check whether an error is of a place that the user named, and can mend."""
+    """Return True if the user can cure a file error, such as a full disk or a path without permission."""
     return error.errno in CURES or error.errno in FULL
 
 
 def in_words(error: OSError, place: Path | None = None) -> str:
-    """Name the file, or the place that was written to, with what would help."""
+    """Format a file error with the file's name and a cure. `place` is the output path if the error names no file."""
     where = error.filename if error.filename is not None else place
     text = str(error) if where is None or error.strerror is None else f"{where}: {error.strerror}"
     if error.errno in FULL:
@@ -34,7 +34,7 @@ def in_words(error: OSError, place: Path | None = None) -> str:
 
 
 def room_left(error: Exception, place: Path, needed: int | None = None) -> str:
-    """Say how much room a full disk has, of the bytes that are needed, and what to do; nothing for another error."""
+    """Format a full disk's free space, the bytes `needed` and a cure. Empty for any other error."""
     if not (isinstance(error, OSError) and error.errno in FULL):
         return ""
     existing = next((folder for folder in (place, *place.parents) if folder.is_dir()), Path("/"))

@@ -1,7 +1,7 @@
-"""What a key or an option can be set to, declared at its field: `skips: Annotated[int, at_least(1)] = 5`.
+"""Limits of single configuration values, declared at a field: `skips: Annotated[int, at_least(1)] = 5`.
 
-A limit knows one value and nothing else. Rules between keys stand in `config/check.py`, those between the options of a
-mixer in its spec. `null`, where a type has it, keeps every limit; in a list, each entry is held to it.
+A limit checks one value by itself. Rules that involve several keys are in `config/check.py`, and those between options
+of a mixer are in its spec. A value of `null` satisfies every limit. In a list or dictionary, every entry is checked.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 from hybridtron.problems import Problem, did_you_mean
 
-Limit = Callable[[Any], str | None]  # what is wrong with a value, None where it fits
+Limit = Callable[[Any], str | None]  # returns the fault of a value, or None if it is allowed
 
 
 def must_be(fits: Callable[[Any], bool], rule: str, note: str = "") -> Limit:
-    """`is 0, must be at least 1 (leave it out for all)`."""
+    """Build a limit with messages such as `is 0, must be at least 1 (leave it out for all)`."""
     return lambda value: None if fits(value) else f"is {value!r}, must be {rule}{f' ({note})' if note else ''}"
 
 
@@ -64,7 +64,7 @@ def not_empty(cure: str) -> Limit:
 
 
 def readable_by(parse: Callable[[str], int], least: int = 1) -> Limit:
-    """Text that a function reads as a number of at least `least`."""
+    """Build a limit on text that `parse` must turn into a number of at least `least`."""
 
     def wrong(text: str) -> str | None:
         try:
@@ -76,7 +76,7 @@ def readable_by(parse: Callable[[str], int], least: int = 1) -> Limit:
 
 
 def possible_path(path: str) -> str | None:
-    """A path that some file can have, whether it is there or not."""
+    """Limit on paths: return a fault if no file can have this path. The file need not exist."""
     try:
         Path(path).stat()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -88,14 +88,14 @@ def possible_path(path: str) -> str | None:
 
 
 def path_of(text: str) -> Path:
-    """A path of a command line, for argparse: one that some file can have."""
+    """Parse a path, for argparse. Refuses text that can't be a path."""
     if (wrong := possible_path(text)) is not None:
         raise argparse.ArgumentTypeError(wrong)
     return Path(text)
 
 
 def limit_problems(value: Any, key: str = "", limits: tuple[Limit, ...] = ()) -> Iterator[Problem]:
-    """What is refused of a value, or of all that a dataclass, list or dictionary holds, with their keys."""
+    """Yield a problem for each value beyond its limits, in a dataclass, list or dictionary and all that it holds."""
     if dataclasses.is_dataclass(value):
         inner = [(name, getattr(value, name), of_field) for name, of_field in _limits(type(value)).items()]
     elif isinstance(value, dict):
@@ -112,20 +112,20 @@ def limit_problems(value: Any, key: str = "", limits: tuple[Limit, ...] = ()) ->
 
 @functools.cache
 def _limits(schema: type) -> dict[str, tuple[Limit, ...]]:
-    """Those of each field; evaluating annotations takes longer than all else here."""
+    """Return a dataclass's limits by field. Cached, since evaluating annotations is slow."""
     hints = typing.get_type_hints(schema, include_extras=True)
     return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(schema)}
 
 
 def disordered(options: object, low: str, high: str) -> Iterator[Problem]:
-    """Two options that are the ends of a range above 0, where they are none."""
+    """Yield a problem unless two options satisfy 0 < low < high."""
     least, most = getattr(options, low), getattr(options, high)
     if not 0 < least < most:
         yield Problem(low, f"is {least}, must be above 0 and below {high}={most}")
 
 
 def divisors_near(whole: int, size: int) -> list[int]:
-    """The largest divisor of a whole below a size, and the smallest above."""
+    """Return the largest divisor of `whole` below `size`, and the smallest above it up to 2 * size, if they exist."""
     divisors = [d for d in range(1, min(whole, 2 * size) + 1) if whole % d == 0]
     below = [d for d in divisors if d < size][-1:]
     above = [d for d in divisors if d > size][:1]
@@ -133,10 +133,10 @@ def divisors_near(whole: int, size: int) -> list[int]:
 
 
 def is_folder(path: str) -> bool:
-    """Whether a folder is there; a name that no system takes (too long, with a NUL) is none."""
+    """Return True if a folder exists. An impossible name (too long, or with a NUL) gives False."""
     return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises for a name that is too long)
 
 
 def shortened(text: str) -> str:
-    """A value for a message; the middle of a very long one is left out."""
+    """Shorten a very long text for a message by cutting out its middle."""
     return text if len(text) <= 200 else f"{text[:100]} ... {text[-50:]}"

@@ -1,4 +1,4 @@
-"""Parsing of JSON and YAML from elsewhere, refused where its depth would break code that walks it."""
+"""Parsing of untrusted JSON and YAML. Texts nested deeper than DEEPEST are refused, since recursive code would fail."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-DEEPEST = 100
+DEEPEST = 100  # levels of nesting
 
 
 class NotParsed(ValueError):
-    """A text is no JSON or YAML, or is nested too deep; the message says which."""
+    """Raised for text that is not JSON or YAML, or is nested too deep; the message says which."""
 
 
 def json_of(stored: bytes | str) -> Any:
@@ -34,7 +34,7 @@ def json_of(stored: bytes | str) -> Any:
 def yaml_of(stored: bytes | str) -> Any:
     """Parse a YAML text. Raises NotParsed."""
     depth = 0
-    within: list[str | None] = []  # anchors of what is open
+    within: list[str | None] = []  # anchors of the open collections
     try:
         for event in yaml.parse(stored, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.CollectionStartEvent):

@@ -1,22 +1,22 @@
-"""Folders that nobody but this user and root can change, for code that this process will run.
+"""Folders that only this user and root can change, for files with code to run in this process.
 
     with own_folder(base, "hybridtron", "native") as folder:
         folder.open("library.so")
 
-Every folder on the way is opened by the one before it, without following links, and must belong to the user or to root.
-Nobody else may write to it, since a user who can rename its files can exchange them; a sticky folder such as /tmp
-forbids that. A group may write where it is the user's alone: it has the user's name (or is root's) and lists nobody
-else, as on systems that give each user a group. A mode shows the widest right of an access list as the group's, so that
-access lists count too.
+Each folder of the path is opened relative to its parent, without following links, and must belong to the user or to
+root. No other user may have the right to write to it, since renaming could then replace its files; sticky folders such
+as /tmp forbid that, and are allowed. A group may have this right if it is the user's alone: it has the user's name (or
+is root's) and no other member, as on systems that give each user a group. Access lists are covered too, since the
+group bits of a mode show their widest right.
 
-Which folders are looked at:
+These folders are checked:
 
-    below `base`    all, and their names may be no links
-    `base`          what it resolves to, from the root on: homes are often behind links (/home -> /data/home)
-    above the home  none, where `base` is below it: who can exchange a home runs code as its user anyway, by what a
-                    shell reads there, and clusters have owners of their own for the folders of all homes
+    below `base`    all of them; links are refused
+    `base`          its resolved path, from the root on: homes are often behind links (/home -> /data/home)
+    above the home  none, if `base` is below the home: an attacker who can replace a home runs code as its user anyway,
+                    by the files that a shell reads there, and on clusters other owners of these folders are common
 
-On the way to `base` the owner of / counts as root, who in a container without rights has another number.
+On the way to `base` the owner of / counts as root, since root has another number in an unprivileged container.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class NotOwn(OSError):
-    """Somebody else owns a file or a folder, or could change it; the message names it and the cure."""
+    """Raised when another user owns a file or a folder, or could change it; the message names it and a cure."""
 
 
 @dataclass(frozen=True)
 class OwnFolder:
-    """An open folder; `path` holds no links."""
+    """An open folder. `descriptor` refers to it, and `path` is its name without links."""
 
     path: Path
     descriptor: int
 
     def open(self, name: str) -> BufferedReader:
-        """A regular file of the user's or root's. Raises NotOwn where others own it, OSError if it is anything else."""
+        """Open a regular file of the user or root for reading.
+
+        Raises NotOwn if another user owns it, and OSError if it is not a regular file or others could change it.
+        """
         descriptor = os.open(name, _FILE, dir_fd=self.descriptor)
         try:
             status = os.fstat(descriptor)
@@ -66,7 +69,7 @@ class OwnFolder:
 
 @contextmanager
 def own_folder(base: Path, *names: str) -> Iterator[OwnFolder]:
-    """The folder below `base`, made where it is absent. Raises NotOwn, or OSError with the folder's name."""
+    """Open the folder `base`/names, created if missing, and check it. Raises NotOwn, or OSError with its name."""
     resolved = Path(os.path.realpath(base))
     unseen = _above_the_home(resolved)
     path = Path(resolved.anchor)
@@ -88,7 +91,7 @@ def own_folder(base: Path, *names: str) -> Iterator[OwnFolder]:
 
 
 def _above_the_home(path: Path) -> set[Path]:
-    """The folders above the user's home, if the path is below it."""
+    """Return the folders above the user's home if the path is in the home, else none."""
     try:
         home = Path(os.path.realpath(Path.home()))
     except RuntimeError:  # the user has none
@@ -97,7 +100,7 @@ def _above_the_home(path: Path) -> set[Path]:
 
 
 def _into(descriptor: int, path: Path) -> int:
-    """The folder that `path` names, opened by the one before it, which is closed."""
+    """Open a folder relative to its parent's descriptor, created if missing, and close the parent. Raises NotOwn."""
     try:
         try:
             inside = os.open(path.name, _FOLDER, dir_fd=descriptor)
@@ -113,7 +116,7 @@ def _into(descriptor: int, path: Path) -> int:
 
 
 def _make(name: str, descriptor: int) -> None:
-    with suppress(FileExistsError):  # by another process, meanwhile
+    with suppress(FileExistsError):  # another process may create it first
         os.mkdir(name, 0o700, dir_fd=descriptor)
 
 
@@ -125,6 +128,7 @@ def _is_link(name: str, descriptor: int) -> bool:
 
 
 def _check(path: Path, found: os.stat_result, owners: set[int]) -> None:
+    """Raise NotOwn if a folder belongs to another user, or if other users can rename files in it."""
     if found.st_uid not in owners:
         raise NotOwn(f"{path} belongs to another user ({found.st_uid})")
     if found.st_mode & stat.S_ISVTX:
@@ -136,7 +140,7 @@ def _check(path: Path, found: os.stat_result, owners: set[int]) -> None:
 
 
 def _of_one_user(group: int) -> bool:
-    """Check whether a group is the user's own, or root's, and nobody else is in it."""
+    """Return True if a group is the user's own or root's, and has no other members."""
     try:
         user = pwd.getpwuid(os.getuid())
         entry = grp.getgrgid(group)
@@ -147,7 +151,10 @@ def _of_one_user(group: int) -> bool:
 
 
 def write_whole(folder: Path, names: Sequence[str], fill: Callable[[Path], None]) -> None:
-    """Let `fill` write files to a temporary folder; they get their names in this order, and then stay."""
+    """Write several files atomically, each flushed to disk.
+
+    `fill` writes them to a temporary folder; then they are renamed into `folder` in the order of `names`.
+    """
     for name in names:
         _make_room(folder / name)
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as temporary:
@@ -160,7 +167,10 @@ def write_whole(folder: Path, names: Sequence[str], fill: Callable[[Path], None]
 
 
 def _make_room(path: Path) -> None:
-    """Move away a folder, which no file can replace: before the work is done, and with all that is in it."""
+    """Rename a folder at the path of a file that will be written, since a file can't replace a folder.
+
+    This happens before the work, so that an error comes early. Raises OSError if the folder can't be renamed.
+    """
     if path.is_dir() and not path.is_symlink():
         moved = path.with_name(f"{path.name}.moved")
         try:
@@ -171,7 +181,7 @@ def _make_room(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file that was closed, or a folder's list of names, is on disk."""
+    """Flush a closed file, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,7 @@
-"""What a person sees when what they named is wrong: of a configuration every problem at once, with what would work."""
+"""Errors that a user can mend; their messages name a cure.
+
+A wrong configuration is reported with all its problems at once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration: the key, what is wrong, and what would work."""
+    """One fault of a configuration: the key, and a message with the fault and a cure."""
 
     key: str
     message: str
@@ -19,11 +22,11 @@ class Problem:
 
 
 class Unusable(ValueError):
-    """What the user named can't be used; the message says why and what would work. A command's exit code 2."""
+    """Raised for a user's mistake; the message has the reason and a cure. Commands exit with code 2."""
 
 
 class ConfigError(Unusable):
-    """A configuration that cannot run. Its text lists all problems, one a line."""
+    """Raised for a configuration that can't run. Its text lists all problems, one on each line."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -35,12 +38,12 @@ class ConfigError(Unusable):
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """` (did you mean width?)`, or nothing where no known name comes near."""
+    """Return ` (did you mean width?)` for the closest known name, or an empty string if none is close."""
     close = difflib.get_close_matches(name, known, 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def choice(values: list[int]) -> str:
-    """`1, 2 or 4`."""
+    """Format values as `1, 2 or 4`."""
     texts = [str(value) for value in values]
     return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

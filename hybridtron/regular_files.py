@@ -1,6 +1,7 @@
-"""Reading a file that somebody else may have put there: only if it is a regular one, and only as much as it may hold.
+"""Safe reading of untrusted paths: only regular files, up to a size limit.
 
-A link is followed, but not to a device, a pipe or a folder: /dev/zero never ends, and a pipe may never begin.
+Links are followed, but devices, pipes and folders are refused: reading /dev/zero never ends, and opening a pipe may
+block forever.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from pathlib import Path
 
 
 class Unreadable(OSError):
-    """There is something, but no file of a size that can be read."""
+    """Raised if a path exists but is not a regular file, or is too large to read."""
 
 
 def open_regular(path: Path) -> FileIO:
-    """A regular file, open for reading, without a buffer. Raises Unreadable where it is anything else."""
-    _check(path.stat())  # before it is opened, as opening alone makes some devices act
+    """Open a regular file for reading, unbuffered. Raises Unreadable if it is anything else."""
+    _check(path.stat())  # before opening, since opening alone triggers some devices
     file = FileIO(path, opener=_without_waiting)
     try:
-        _check(os.fstat(file.fileno()))  # it may have been replaced since
+        _check(os.fstat(file.fileno()))  # again, since the path may have been replaced
     except Unreadable:
         file.close()
         raise
@@ -28,12 +29,12 @@ def open_regular(path: Path) -> FileIO:
 
 
 def require_regular(path: Path) -> None:
-    """Raise Unreadable where a path is no regular file, for what another package opens by its name."""
+    """Raise Unreadable if a path is not a regular file, before another package opens it by its name."""
     _check(path.stat())
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file. Raises Unreadable where it is anything else, or has more than `limit` bytes."""
+    """Read a regular file. Raises Unreadable if it is anything else, or has more than `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -42,7 +43,10 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def path_inside(root: Path, relative: str) -> Path | None:
-    """A file below a folder; None where the path leads out of it, or could: by `..`, a root of its own or any link."""
+    """Return the path of a file below a folder.
+
+    None if the relative path leaves the folder or could: by `..`, an absolute path or a link.
+    """
     path = root
     for part in relative.split("/"):
         path = path / part

@@ -1,11 +1,11 @@
-"""What this package asks for, and what of it can't be found. Needs nothing but Python, and imports nothing.
+"""Required packages of this project, and a check which of them are missing.
 
-    demand()           at the head of a program: what every command needs
+    demand()           at the start of a program: the packages that training needs
     demand("export")   before an extra is used
 
-In a checkout pyproject.toml is asked, which an editable installation may be older than; in an installed package, whose
-wheel has no such file, the metadata that pip wrote. Whether what is there works, and in which version, is for
-`hybridtron doctor` to say.
+A checkout reads pyproject.toml, which may be newer than the metadata of an editable installation. An installed package
+reads the metadata that pip wrote, since wheels have no pyproject.toml. Packages are only looked for, not imported;
+`hybridtron doctor` tries them and compares versions. This module needs only Python.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 NAME = "hybridtron"
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 ALONE = {"streaming": {"mosaicml-streaming": "==0.13.0"}}
-"""What an extra stands for without naming it: pip would install the versions that it pins (transformers < 5,
-numpy < 2.2, torchvision), which break what is installed and are not needed for what is used of it."""
+"""Packages of an extra that pip must install without their dependencies: those pin versions (transformers < 5,
+numpy < 2.2, torchvision) that conflict with ours, and the parts that we use don't need them."""
 MODULES = {
     "fla-core": "fla",
     "hydra-core": "hydra",
@@ -32,16 +32,16 @@ MODULES = {
     "mosaicml-streaming": "streaming",
     "pillow": "PIL",
     "python-snappy": "snappy",
-}  # where module and distribution differ in more than a dash
+}  # modules of distributions, if the names differ in more than a dash
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """Distributions and the versions of them that were tried: `{"torch": ">=2.11,<2.14"}`.
+    """Required distributions with the version ranges that were tried: `{"torch": ">=2.11,<2.14"}`.
 
-    python: the versions of the interpreter
-    required: what training needs
-    extras: by the extra's name, without what an extra takes from others, and with what is installed alone
+    python: version range of the interpreter
+    required: distributions that training needs
+    extras: distributions by extra; references to other extras are left out, and those of `ALONE` are included
     """
 
     python: str
@@ -50,7 +50,7 @@ class Requirements:
 
 
 def requirements() -> Requirements:
-    """What the project's file says, or the metadata of the installed package."""
+    """Read the requirements from pyproject.toml in a checkout, else from the installed package's metadata."""
     if is_checkout():
         project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
         texts = {"": project["dependencies"], **project["optional-dependencies"]}
@@ -67,7 +67,7 @@ def requirements() -> Requirements:
 
 
 def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, without importing it."""
+    """Return the version of a distribution, or None if it is not installed. It is not imported."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -75,26 +75,27 @@ def installed(distribution: str) -> str | None:
 
 
 def is_checkout() -> bool:
-    """Whether this package stands in a clone of its repository: other packages may leave a pyproject.toml beside it."""
+    """Return True in a clone of the repository. The name is checked, as others may put a pyproject.toml there."""
     return PROJECT.is_file() and f'name = "{NAME}"' in PROJECT.read_text(encoding="utf-8")
 
 
 def _parted(texts: list[str]) -> dict[str, str]:
+    """Split requirements such as `torch>=2.11` into name and version range, without references to this package."""
     matches = [re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", text) for text in texts]
     return {match[1]: match[2].strip() for match in matches if match and match[1] != NAME}
 
 
 def is_there(distribution: str) -> bool:
-    """Whether its module can be found; it is not imported."""
+    """Return True if a distribution's module can be found. It is not imported."""
     module = MODULES.get(distribution, distribution.replace("-", "_"))
     try:
         return sys.modules.get(module) is not None or find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package above
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def missing(*extras: str) -> str | None:
-    """What can't be found of what training and these extras need, and the command that installs it, on one line."""
+    """Name the packages missing for training and these extras, and a command to install them. None if all exist."""
     wanted = requirements()
     names = dict.fromkeys([*wanted.required, *(name for extra in extras for name in wanted.extras[extra])])
     absent = [name for name in names if not is_there(name)]
@@ -105,7 +106,7 @@ def missing(*extras: str) -> str | None:
 
 
 def install_command(absent: Iterable[str], extras: Iterable[str]) -> str:
-    """What installs these distributions, which training or these extras need."""
+    """Return a shell command to install absent distributions; `extras` are the extras to install them by."""
     alone = {name: version for of_extra in ALONE.values() for name, version in of_extra.items() if name in absent}
     chosen = f"[{','.join(extras)}]" if extras else ""
     project = f'--editable ".{chosen}"' if is_checkout() else f'"{NAME}{chosen}"'
@@ -114,17 +115,17 @@ def install_command(absent: Iterable[str], extras: Iterable[str]) -> str:
 
 
 def demand(*extras: str) -> None:
-    """End the program with exit code 2, and say so on one line, where something is missing."""
+    """End the program with exit code 2 and a line on stderr if a package for training or these extras is missing."""
     if (fault := missing(*extras)) is not None:
         print(fault, file=sys.stderr)
         sys.exit(2)
 
 
 def hide_known_warnings() -> None:
-    """Hide that megatron-core finds no Transformer Engine and no Apex, and what it uses of torch that is renamed.
+    """Hide megatron-core's warnings that Transformer Engine and Apex are missing, and torch's on renamed functions.
 
-    The start-up table reports the first. Only programs do so, and processes that they start: importing the package
-    leaves the importer's filters as they are.
+    The table at the start of a run reports missing packages. Only programs and their worker processes call this:
+    importing the package must not change the importer's warning filters.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

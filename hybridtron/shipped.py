@@ -1,6 +1,6 @@
-"""Where the folders are that belong to the package and stand beside it in a checkout: configs/ and benchmarks/.
+"""Paths of the folders that ship with the package: configs/ and benchmarks/.
 
-A wheel has them inside the package, since nothing else of site-packages is ours.
+In a checkout they are next to the package. A wheel has them inside it, since site-packages belongs to all packages.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped(name: str) -> Path:
-    """The folder of this name: the package's own, else the one beside it."""
+    """Return the path of a shipped folder: inside the package if it is there, else next to it."""
     inside = PACKAGE / name
     return inside if inside.is_dir() else PACKAGE.parent / name
 
 
 def pages() -> Path | None:
-    """Where measured pages are written: the checkout's benchmarks/, or None where this is no checkout."""
+    """Return the folder for pages of measurements: benchmarks/ of a checkout, or None without a checkout."""
     folder = shipped("benchmarks")
     return folder if folder.parent != PACKAGE and folder.is_dir() else None
 
 
 BENCHMARKS = "benchmarks" if shipped("benchmarks").parent != PACKAGE else "hybridtron.benchmarks"
-"""The package of what measures."""
+"""Name of the package with the benchmarks."""

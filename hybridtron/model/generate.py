@@ -1,10 +1,10 @@
-"""Tokens from a model: prompts are read in chunks, then each row is continued token by token from its states.
+"""Generate tokens: prompts are read in chunks, then each row continues token by token from its states.
 
-Prompts of unequal length are padded on the left. Padding is a document of its own, and rows that have read nothing else
-when a chunk ends start from zero states: it leaves no trace in states, convolutions or attention. A row's logits are
-those that it has alone, to rounding: a product of more rows adds up in another order.
+Prompts of unequal length are padded on the left. Padding is a document of its own, and rows with nothing but padding at
+the end of a chunk start from zero states, so it leaves no trace in states, convolutions or attention. A row's logits
+equal those it would have alone, except for rounding: a product over more rows adds in another order.
 
-Memory is that of one chunk, and of the states: they have a fixed size, but for the keys of full and span attention.
+Memory is that for one chunk and for the states, which have a fixed size except for the keys of full and span attention.
 
 Legend: B rows, L tokens of the padded prompts, C tokens of a chunk, V vocabulary.
 """
@@ -27,16 +27,17 @@ from hybridtron.model.steps import CompiledSteps, NextLogits, unsupported_reason
 from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup
 
 CHUNK = 2048
-"""Tokens of a prompt that are read at a time, over all rows: the activations of a chunk are all that exists."""
+"""Prompt tokens that are read at a time, over all rows; it limits the memory for activations."""
 
 Read = Callable[[Tensor, States | None, SeqInfo], tuple[Tensor, States]]
-"""Reads tokens (B, L) from states: logits of the next token (B, V) over the whole vocabulary, and the states after."""
+"""Function that reads tokens (B, L) from states and returns the next token's full logits (B, V) and the new states."""
 
 
 class Finish(NamedTuple):
-    """What the last stage makes of its output without logits (L, B, D), and as what every rank then has it.
+    """Function for the last stage's output without logits (L, B, D), with its result's shape and dtype.
 
-    `of_tokens` says the same of some of the tokens alone, where the first axis is theirs; None: the last one decides.
+    Every rank gets the result. `of_tokens` returns a Finish for a slice of the tokens, if the result's first axis is
+    tokens. If it is None, the result depends only on the last token.
     """
 
     make: Callable[[LanguageModel, Tensor], Tensor]
@@ -46,24 +47,25 @@ class Finish(NamedTuple):
 
 
 NOTHING = Finish(lambda stage, x_LBD: x_LBD.new_zeros(1, dtype=torch.float32), (1,), torch.float32)
-"""Where the states alone are wanted."""
+"""Finish that discards the outputs, for callers that need only the states."""
 
 
 Forward = Callable[[Tensor, States | None, SeqInfo, Finish], tuple[Tensor, States]]
-"""Reads tokens (B, L) from states: what is wanted, and the states after, of this rank's layers and heads."""
+"""Function that reads tokens (B, L) from states and returns a Finish's result and this rank's new states."""
 
 
 def as_they_are(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
-    """What a whole model's layers say needs nothing of other ranks."""
+    """Return the layers' results unchanged, since one process has all of them."""
     return of_layers
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A model on one process (`reader`), or its share on every rank of a layout (`engine/serving.py`).
+    """A model for inference: a full one on this process (`reader`), or one rank's part (`engine/serving.py`).
 
-    `parts` are the stages that this process computes, `context` the ranks that divide what is read. `of_all` makes, of
-    what its layers say, heads or channels first, what all layers say; all ranks of the model call it together.
+    `parts` are the stages that this process computes, `context` the ranks that divide the tokens. `of_all` gathers all
+    layers' results on every rank, from this rank's layers, with heads or channels first; all of the model's ranks must
+    call it together.
     """
 
     forward: Forward
@@ -72,16 +74,19 @@ class Reader:
     dtype: torch.dtype
     device: torch.device
     of_all: Callable[[dict[int, Tensor]], dict[int, Tensor]] = as_they_are
-    model: LanguageModel | None = None  # where it is whole
+    model: LanguageModel | None = None  # the full model, if this process has it
     context: ContextGroup = WHOLE_ROWS
 
     def read(self, tokens_BL: Tensor, states: States | None, seq: SeqInfo) -> tuple[Tensor, States]:
-        """A `Read`."""
+        """Read tokens and return the next token's logits and the new states; a `Read`."""
         logits_BV = Finish(LanguageModel.next_logits, (len(tokens_BL), self.vocab_size), self.dtype)
         return self.forward(tokens_BL, states, seq, logits_BV)
 
     def steps(self, states: States, positions_B: Tensor) -> NextLogits:
-        """What continues rows from states, a token each at a time; `positions_B` tokens came before."""
+        """Return a function that continues rows from states by one token per call; `positions_B` tokens came before.
+
+        Small models on a CPU get a compiled one.
+        """
         if self.model is not None and unsupported_reason(self.model) is None:
             return CompiledSteps(self.model, states, positions_B)
         made = 0
@@ -97,14 +102,14 @@ class Reader:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows padded on the left; the tokens of row b begin at starts_B[b]."""
+    """Prompts padded on the left to one length; the tokens of row b begin at starts_B[b]."""
 
     tokens_BL: Tensor
     starts_B: Tensor
 
     @staticmethod
     def of(prompts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Prompts:
-        """Every prompt has a token at least."""
+        """Pad prompts. Raises ValueError if there is none or one is empty."""
         if not prompts or not all(len(one) for one in prompts):
             raise ValueError("a prompt without tokens can't be continued")
         longest = max(map(len, prompts))
@@ -113,7 +118,10 @@ class Prompts:
         return Prompts(torch.tensor(padded, device=device), starts_B)
 
     def seq(self, first: int, last: int) -> SeqInfo:
-        """Where these tokens are in their documents; in a row that begins among them, padding is a document before."""
+        """Return the positions and documents of these tokens.
+
+        In rows that begin among them, padding is an earlier document.
+        """
         places_C = torch.arange(first, last, device=self.starts_B.device)
         starts_B1 = self.starts_B[:, None]
         positions_BC = (places_C - starts_B1).clamp(min=0)
@@ -121,7 +129,7 @@ class Prompts:
         return SeqInfo(positions_BC, begun_BC.long() if begun_BC.any() else None)
 
     def read(self, read: Read, chunk: int) -> tuple[Tensor, States]:
-        """The logits after the prompts, and the states."""
+        """Read the prompts chunk by chunk; return the logits after them and the states."""
         length, states, logits_BV = self.tokens_BL.shape[1], None, None
         for first in range(0, length, chunk):
             last = min(first + chunk, length)
@@ -134,7 +142,7 @@ class Prompts:
 
 
 def from_zero(states: States, rows_B: Tensor) -> States:
-    """These rows' states at zero, which is a document's start."""
+    """Set the states of these rows to zero, as at a document's start."""
     return {
         layer: {name: part.masked_fill(rows_B.view(-1, *[1] * (part.dim() - 1)), 0) for name, part in state.items()}
         for layer, state in states.items()
@@ -142,12 +150,12 @@ def from_zero(states: States, rows_B: Tensor) -> States:
 
 
 def state_bytes(states: States) -> int:
-    """What the states of all layers take."""
+    """Return the memory of all layers' states in bytes."""
     return sum(part.numel() * part.element_size() for state in states.values() for part in state.values())
 
 
 def reader(model: LanguageModel) -> Reader:
-    """A whole model on this process."""
+    """Return a reader for a full model on this process."""
 
     def forward(tokens_BL: Tensor, states: States | None, seq: SeqInfo, wanted: Finish) -> tuple[Tensor, States]:
         x_LBD, states, _ = model(tokens_BL, states, seq, logits=False)
@@ -165,9 +173,10 @@ def continued(
     rows: Sequence[int] | None = None,
     chunk: int | None = None,
 ) -> Iterator[list[int]]:
-    """Token after token, without an end, of every row; `rows` are their numbers, which draws are functions of.
+    """Yield one new token for every row at a time, without an end.
 
-    A chunk's tokens are of one row, where none is given as many as are CHUNK over all rows, on each rank that reads.
+    `rows` are the numbers of the rows, which seed their draws. `chunk` is the number of prompt tokens per row in a
+    chunk; by default a chunk has CHUNK tokens over all rows, on each rank that divides them.
     """
     batch, length = prompts.tokens_BL.shape
     rows = range(batch) if rows is None else rows
@@ -187,7 +196,7 @@ def generate(
     seed: int,
     chunk: int | None = None,
 ) -> Tensor:
-    """Continue each row by `new_tokens` tokens; temperature 0 takes the likeliest one. Returns the new tokens."""
+    """Continue each row by `new_tokens` tokens and return these; temperature 0 takes the likeliest token."""
     prompts = Prompts(prompt_BL, torch.zeros(len(prompt_BL), dtype=torch.int64, device=prompt_BL.device))
     sampling = Sampling(temperature=temperature, seed=seed)
     steps = list(islice(continued(reader(model), prompts, sampling, chunk=chunk), new_tokens))

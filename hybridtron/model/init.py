@@ -1,6 +1,6 @@
-"""How weights start: a pure function of the seed, a weight's full name and its place in the parameter table.
+"""Initialise weights as a pure function of the seed, a weight's full name and its entry in the parameter table.
 
-No order of construction and no layout enters, so that a model cut over many ranks starts from the same numbers.
+Neither construction order nor layout matters, so a model sharded over many ranks starts from the same numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridtron.parallel.cut import cut
 
 
 def initialise(model: LanguageModel, seed: int) -> None:
-    """Fill every weight of the model, or of the part that is here, in place."""
+    """Fill every weight in place, for a full model or for this rank's part."""
     for name, weight in model.named_parameters():
         parameter = model.table[name]
         whole = starting_value(parameter.init, parameter.shape, seed, name)
@@ -36,7 +36,7 @@ def initialise(model: LanguageModel, seed: int) -> None:
 
 
 def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """The whole weight as it starts, in fp32 on the CPU."""
+    """Return the full initial weight, in fp32 on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     match init:

@@ -1,4 +1,7 @@
-"""The language model, or one chunk of it: embedding, sub-layers, norm, head. States go in and out beside the tokens."""
+"""Language model, or one pipeline stage of it: embedding, sub-layers, norm, head.
+
+States are passed in and returned together with the tokens' outputs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from hybridtron.parallel.loss import Head, whole_vocabulary
 
 @dataclass(frozen=True)
 class ModelSlice:
-    """Which part of the model is built: these sub-layers (None: all), with or without its ends, one tensor share."""
+    """The part of the model to build: its sub-layers (None: all), its ends, and its tensor-parallel shard."""
 
     layers: range | None = None
     first: bool = True
@@ -35,7 +38,7 @@ class ModelSlice:
 
     @property
     def mesh(self) -> Mesh:
-        """The dimensions over which its weights are cut."""
+        """Rank groups that shard the weights, by mesh dimension."""
         return {"tensor": self.tensor}
 
 
@@ -43,15 +46,15 @@ FULL_MODEL = ModelSlice()
 
 
 def stream_dtype(computed: torch.dtype, residual_fp32: bool) -> torch.dtype:
-    """What the residual stream is kept and summed in, between sub-layers and between pipeline stages."""
+    """Return the dtype of the residual stream between sub-layers and between pipeline stages."""
     return torch.promote_types(computed, torch.float32) if residual_fp32 else computed
 
 
 class ModelOut(NamedTuple):
-    """Logits (L, B, V) of the last chunk, this rank's share of the vocabulary; the stream (L, B, D) of any other.
+    """Output of a stage, the states after the last token, and the mixers' auxiliary losses by name.
 
-    Without logits, the last chunk's is the stream too, normed and scaled: what `output_weight` is multiplied with.
-    Beside them the states after the last token, and the mixers' auxiliary losses by name.
+    The last stage outputs logits (L, B, V) for this rank's share of the vocabulary; without logits, it outputs the
+    normed and scaled stream, which `output_weight` would be multiplied with. Other stages output the stream (L, B, D).
     """
 
     output: Tensor
@@ -60,7 +63,7 @@ class ModelOut(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """Weights are uninitialised until `model/init.py` or a checkpoint fills them."""
+    """Language model with uninitialised weights, which `model/init.py` or a checkpoint fills."""
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class LanguageModel(nn.Module):
             self.embedding = Head(config.width, config.vocab_size, tensor)
         layers = range(len(arch.specs)) if model_slice.layers is None else model_slice.layers
         stack = Stack(arch, layers, config.norm_eps, tensor, recompute, offload, config.residual_multiplier)
-        self.shared, self.layers = share_weights(stack, arch), stack  # in this order: see model/shared
+        self.shared, self.layers = share_weights(stack, arch), stack  # this order gives shared weights their names
         self.carries_embedding = arch.carries_embedding
         if model_slice.last:
             self.norm = RMSNorm(config.width, config.norm_eps)
@@ -98,9 +101,10 @@ class LanguageModel(nn.Module):
         x_LBD: Tensor | None = None,
         logits: bool = True,
     ) -> ModelOut:
-        """`x_LBD` is the stream from the chunk before, where there is one. A loss is taken without `logits`.
+        """Run this stage. `x_LBD` is the stream from the previous stage, if there is one.
 
-        Where a sub-layer reads the embedding, it goes from chunk to chunk as rows behind those of the stream.
+        Training losses need no `logits`. If a sub-layer reads the embedding, stages pass it on, concatenated along the
+        tokens behind the stream.
         """
         embedded_LBD = None
         if x_LBD is None:
@@ -108,7 +112,7 @@ class LanguageModel(nn.Module):
             x_LBD = x_LBD.to(stream_dtype(x_LBD.dtype, self.residual_fp32))
             x_LBD = multiplied(x_LBD, self.embedding_multiplier)
             if not self.slice.last and torch.is_grad_enabled():
-                # gradients come back from the next chunk, though no weight of this one may learn
+                # the next stage sends gradients back, even if all weights of this stage are frozen
                 x_LBD.requires_grad_()
             embedded_LBD = x_LBD if self.carries_embedding else None
         elif self.carries_embedding:
@@ -123,18 +127,18 @@ class LanguageModel(nn.Module):
         return ModelOut(x_LBD, new_states, aux)
 
     def next_logits(self, x_LBD: Tensor) -> Tensor:
-        """Of the token after the last one of `x_LBD`, the last stage's output without logits: (B, V), the whole V."""
+        """Return the next token's logits (B, V) over the full vocabulary; `x_LBD` is the last stage's output."""
         x_BD = enter(x_LBD, self.slice.tensor)[-1]
         return whole_vocabulary(functional.linear(x_BD, self.output_weight()), self.slice.tensor)
 
     def output_weight(self) -> Tensor:
-        """The head's weight, which is the embedding's where the two are tied."""
+        """Return the head's weight, or the embedding's if both are tied."""
         if self.tied and self.slice.first:
             return self.get_parameter("embedding.weight")
         return self.embedding() if self.tied else self.head()
 
     def cast(self, dtype: torch.dtype) -> LanguageModel:
-        """Compute in `dtype`; what the table marks fp32 (A_log, D, dt bias) stays in fp32 at least."""
+        """Convert the weights to `dtype`; those marked fp32 in the table (A_log, D, dt bias) stay in at least fp32."""
         for name, weight in self.named_parameters():
             wide = torch.promote_types(dtype, torch.float32)
             weight.data = weight.data.to(wide if self.table[name].fp32 else dtype)

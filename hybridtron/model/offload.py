@@ -1,12 +1,14 @@
-"""Activations that wait in the host's memory between the two passes, with `parallel.offload`.
+"""Offload activations to host memory between forward and backward, with `parallel.offload`.
 
-What a sub-layer keeps for its backward pass is copied to pinned memory when its forward pass ends, while the next
-sub-layer computes. At the end of that one the computing stream waits for the copies, and the device's memory is free.
-They come back while the sub-layer after it runs backward: the gradient of what that one puts out starts the copies, and
-the first tensor that is asked for waits for them. So beside what a sub-layer works with, that of one other is there.
+After a sub-layer's forward pass, its saved activations are copied to pinned memory while the next sub-layer computes.
+At the end of that one the computing stream waits for the copies, and the device's memory is released. They are copied
+back while the following sub-layer runs backward: a hook on the gradient of its output starts the copies, and the first
+access to a saved tensor waits for them. So the device holds the activations of one other sub-layer besides the one that
+computes.
 
-Each storage is copied once, whole, however many views of it are kept, and comes back bit by bit. What stays is small,
-or no number, or a weight, or the stream that another pipeline stage sent, which the schedule holds.
+Each storage is copied once, in full, no matter how many views of it are saved, and comes back bit for bit. Small
+tensors, integers, weights, and the stream received from another pipeline stage, which the schedule holds anyway, stay
+on the device.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hybridtron.device import beside_computing, compute_device, wait_for
 
-SMALLEST = 2**20  # bytes: what is smaller stays
+SMALLEST = 2**20  # bytes; smaller tensors stay on the device
 
 
 class _Storage:
-    """One that is kept: on the device, on the host, or on the device again. It lives as long as a node needs it."""
+    """A saved storage, on the device or on the host. It lives as long as an autograd node needs it."""
 
     def __init__(self, owner: OffloadedSublayer, flat: Tensor) -> None:
         self.owner, self.flat = owner, flat
 
 
 class _View(NamedTuple):
-    """A tensor that was kept, by its place in a storage."""
+    """A saved tensor, as a view of a storage."""
 
     storage: _Storage
     size: Sequence[int]
@@ -43,40 +45,43 @@ class _View(NamedTuple):
 
 
 class OffloadedSublayer:
-    """What one sub-layer keeps of one micro-batch."""
+    """Activations that one sub-layer saves for one micro-batch."""
 
     def __init__(self, staying: Iterable[Tensor]) -> None:
         self._staying = {storage_of(tensor) for tensor in staying}
         self._kept: WeakValueDictionary[tuple[int, torch.dtype], _Storage] = WeakValueDictionary()
-        self._leaving: list[Tensor] = []  # until they are copied
+        self._leaving: list[Tensor] = []  # device tensors, kept until they are copied
         self._copies: AbstractContextManager[object] | None = None
         self._is_away = False
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Around the sub-layer's forward pass: notes what it keeps."""
+        """Return a context for the sub-layer's forward pass that records the saved tensors."""
         return saved_tensors_hooks(self._packed, self._unpacked)
 
     def store(self) -> None:
-        """Copy all of it to the host, beside what is computed next."""
+        """Copy all saved storages to the host, asynchronously."""
         kept = list(self._kept.values())
         self._leaving, self._is_away = [one.flat for one in kept], True
         pinned = compute_device().type == "cuda"
         self._copy(kept, [torch.empty_like(one.flat, device="cpu", pin_memory=pinned) for one in kept])
 
     def release(self) -> None:
-        """Free the device's memory, once the copies are made."""
+        """Wait for the copies to the host and free the device's memory."""
         self._waited()
         self._leaving = []
 
     def load(self) -> None:
-        """Copy to the device what is still needed, beside what is computed."""
+        """Copy the storages that are still needed back to the device, asynchronously."""
         if self._is_away:
             self._is_away = False
             kept = list(self._kept.values())
             self._copy(kept, [torch.empty_like(one.flat, device=compute_device()) for one in kept])
 
     def _copy(self, kept: Sequence[_Storage], made: Sequence[Tensor]) -> None:
-        """`made` has its memory from the computing stream, which thereby knows when it may be used again."""
+        """Copy storages on a second stream and switch them to the copies in `made`.
+
+        `made` was allocated on the computing stream, so that the caching allocator knows when its memory may be reused.
+        """
         with (copies := beside_computing()):
             for storage, flat in zip(kept, made, strict=True):
                 flat.copy_(storage.flat, non_blocking=True)
@@ -109,17 +114,20 @@ class OffloadedSublayer:
 
 @dataclass
 class OffloadedPass:
-    """The sub-layers of one forward pass of a stage, of which each sends off what the one before it kept."""
+    """A stage's forward pass, in which each sub-layer releases the previous one's activations."""
 
     before: OffloadedSublayer | None = None
 
     def begin(self, layer: nn.Module, x_LBD: Tensor) -> OffloadedSublayer:
-        """A sub-layer whose activations leave; a stream that is nobody's output stays."""
+        """Start to record a sub-layer's activations, and return the object that offloads them.
+
+        Weights stay on the device, and so does a stream that is a leaf, as it was received from another stage.
+        """
         whole = x_LBD if x_LBD._base is None else x_LBD._base
         return OffloadedSublayer([*layer.parameters(), *([whole] if whole.is_leaf else [])])
 
     def end(self, output_LBD: Tensor, kept: OffloadedSublayer | None) -> None:
-        """A sub-layer has run, with what it kept, if that leaves."""
+        """Release the previous sub-layer's activations; copy those in `kept`, if this sub-layer offloads any."""
         if self.before is not None:
             self.before.release()
             before = self.before
@@ -130,11 +138,11 @@ class OffloadedPass:
             kept.store()
 
     def close(self) -> None:
-        """The last sub-layer has run."""
+        """Release the last sub-layer's activations after the forward pass."""
         if self.before is not None:
             self.before.release()
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that is its memory's as long as that lives."""
+    """Return a number that identifies a tensor's storage for as long as it lives."""
     return tensor.untyped_storage()._cdata

@@ -1,8 +1,8 @@
-"""Weights that all places of a letter share: the layers of its first place stand in the others too.
+"""Share a letter's weights among all its sub-layers: the first one's layers replace those of the others.
 
-A model registers them under `shared` before its sub-layers, so that each has one name there, that of the parameter
-table: `shared.S.mixer.q.weight`. Gradients of all places are summed by autograd, as those of a weight that is used
-several times. Where a pipeline cuts the model, every chunk with a place of the letter has a copy (`engine/stage.py`).
+A model registers them under `shared` before its sub-layers, so that each has one name, as in the parameter table:
+`shared.S.mixer.q.weight`. Autograd sums the gradients from all uses. With pipeline parallelism, every stage with such a
+sub-layer has a copy (`engine/stage.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from hybridtron.architecture.table import Architecture
 
 
 def share_weights(layers: nn.ModuleDict, arch: Architecture) -> nn.ModuleDict:
-    """Tie the places among these sub-layers, given by their index in the whole model; by letter what is shared."""
+    """Tie the shared weights in these sub-layers, and return them by letter.
+
+    The sub-layers' names are their indices in the full model.
+    """
     shared = nn.ModuleDict()
     for name, layer in layers.items():
         letter = arch.letters[int(name)]

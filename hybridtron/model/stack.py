@@ -1,17 +1,17 @@
-"""Residual sub-layers in order: x + mixer(norm(x)), one for each letter of the pattern; or x + norm(mixer(x)).
+"""Residual sub-layers in order, one for each letter of the pattern: x + mixer(norm(x)), or x + norm(mixer(x)).
 
-What is added is multiplied by the letter's `output_multiplier` and the model's `residual_multiplier`.
+The addend is multiplied by the letter's `output_multiplier` and the model's `residual_multiplier`.
 
-The addition is deferred: a sub-layer returns the stream as it read it, and beside it what its mixer adds. The next
-sub-layer makes the sum in the same op as its own norm, so that the stream is read and written once and not twice. Only
-this file knows of it (`ResidualStream`): what goes in and comes out of the stack is one tensor.
+The addition is deferred: a sub-layer returns the stream as it received it, and its mixer's output as pending. The next
+sub-layer adds both in the same op as its own norm, so that the stream is read and written once instead of twice. This
+is private to this file (`ResidualStream`): the stack takes and returns one tensor.
 
-A feeder reads the embedding beside the stream, and adds to neither: the next sub-layer alone reads what it has made.
+A feeder concatenates the stream with the embedding; its output is not added but read only by the next sub-layer. A
+parallel branch (`beside`) shares the previous sub-layer's norm: x + mixer_1(norm(x)) + mixer_2(norm(x)). Its output is
+added to the pending one.
 
-A sub-layer `beside` another has no norm: x + mixer_1(norm(x)) + mixer_2(norm(x)). What it makes joins what is pending.
-
-The stream may be wider (fp32) than what a sub-layer computes in and adds: a norm's output has the norm's weight's type.
-States go in and come out as values, keyed by the layer's index in the model.
+The stream may be wider (fp32) than the mixers' inputs and outputs: a norm's output has the dtype of its weight. States
+go in and come out as values, keyed by the layer's index in the model.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from hybridtron.ops.norm import AddRMSNormInputs, add_rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
 States = dict[int, State]
-"""One state per layer, by the layer's index in the whole model; layers without a state hold {}.
+"""One state per layer, by the layer's index in the full model; layers without a state hold {}.
 
-Where states come in, a layer that is missing starts from zero.
+In incoming states, a missing layer starts from zero.
 """
 
 
 class ResidualStream(NamedTuple):
-    """The stream before the last addition, and what is to be added; None where `x_LBD` is all of it.
+    """The stream before the last addition, with the pending addend; None if nothing is pending.
 
-    Beside it the embedding that it began as, where sub-layers read that; and what a feeder has made, which the next one
-    reads: then nothing is pending.
+    `embedded_LBD` is the embedding, if any sub-layer reads it. `fed_LBD` is the output of a feeder, which the next
+    sub-layer reads; then nothing is pending.
     """
 
     x_LBD: Tensor
@@ -53,27 +53,27 @@ class ResidualStream(NamedTuple):
     fed_LBD: Tensor | None = None
 
     def added(self) -> Tensor:
-        """The stream as one tensor."""
+        """Return the stream as one tensor, with the pending addend."""
         return self.x_LBD if self.pending_LBD is None else self.x_LBD + self.pending_LBD
 
     def settled(self) -> ResidualStream:
-        """The same with nothing pending."""
+        """Return the same stream with nothing pending."""
         return self._replace(x_LBD=self.added(), pending_LBD=None)
 
     def joined(self, y_LBD: Tensor) -> ResidualStream:
-        """The same with more that is pending, beside what the sub-layer before has made."""
+        """Return the stream with another addend, for a parallel branch."""
         assert self.pending_LBD is not None
         return self._replace(pending_LBD=self.pending_LBD + y_LBD)
 
     @property
     def newest_LBD(self) -> Tensor:
-        """What was made last of it."""
+        """The most recently computed tensor of the stream."""
         made = self.pending_LBD if self.fed_LBD is None else self.fed_LBD
         return self.x_LBD if made is None else made
 
 
 class StreamNorm(RMSNorm):
-    """The norm of a residual stream, which makes the pending addition in the same op: the sum, and its norm."""
+    """Norm of a residual stream, fused with the pending addition; returns the sum and its norm."""
 
     def forward(self, x_LBD: Tensor, pending_LBD: Tensor | None) -> tuple[Tensor, Tensor]:
         if pending_LBD is None:
@@ -84,7 +84,7 @@ class StreamNorm(RMSNorm):
 class ResidualOut(NamedTuple):
     """The stream with the mixer's output pending, the mixer's new state, and its auxiliary losses.
 
-    And what the mixer has read, where the next sub-layer reads that too.
+    `normed_LBD` is the mixer's input, if the next sub-layer is a parallel branch and reads it too.
     """
 
     stream: ResidualStream
@@ -94,7 +94,7 @@ class ResidualOut(NamedTuple):
 
 
 class Residual(nn.Module):
-    """A residual sub-layer around any mixer, of which the input is normed, or the output."""
+    """A residual sub-layer around any mixer, with a norm before or after the mixer."""
 
     def __init__(
         self,
@@ -120,7 +120,10 @@ class Residual(nn.Module):
         state: State | None,
         seq: SeqInfo,
     ) -> ResidualOut:
-        """The first four are a `ResidualStream`; apart, since checkpointing sees only tensors that are arguments."""
+        """Run the sub-layer. The first four arguments are a `ResidualStream`.
+
+        They are separate because checkpointing only tracks tensors that are arguments.
+        """
         normed_LBD = None
         if self.norm_after:
             x_LBD = ResidualStream(x_LBD, pending_LBD).added()
@@ -136,7 +139,10 @@ class Residual(nn.Module):
 
 
 class Beside(nn.Module):
-    """A sub-layer that reads what the one before it has normed. Its stream is that, and what is to be added."""
+    """A parallel branch: a sub-layer without a norm, which reads the previous sub-layer's normed input.
+
+    Its output stream holds that input, and its mixer's output as pending.
+    """
 
     def __init__(self, spec: MixerSpec, sizes: ModelSizes, tensor: TensorGroup, multiplier: float) -> None:
         super().__init__()
@@ -150,7 +156,7 @@ class Beside(nn.Module):
 
 
 class Feeder(nn.Module):
-    """A sub-layer that reads the stream and the embedding side by side, and whose output the next one alone reads."""
+    """A sub-layer that reads the stream concatenated with the embedding; only the next sub-layer reads its output."""
 
     def __init__(self, spec: MixerSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -172,7 +178,7 @@ class Feeder(nn.Module):
 
 
 def sub_layer(arch: Architecture, index: int, norm_eps: float, tensor: TensorGroup, multiplier: float) -> nn.Module:
-    """The module of one sub-layer of the model."""
+    """Build the sub-layer at this index in the model."""
     spec, sizes = arch.specs[index], arch.sizes_at(index)
     if spec.feeds_next:
         return Feeder(spec, sizes, tensor)
@@ -190,11 +196,11 @@ class StackOut(NamedTuple):
 
 
 class Stack(nn.ModuleDict):
-    """The sub-layers of one stage, by their index in the whole model.
+    """The sub-layers of one stage, by their index in the full model.
 
-    With `recompute=layer` a sub-layer keeps its input alone and runs again in backward, from the same initial state;
-    with `selective` those do that look along the sequence, and MLPs keep what they made. With `offload` what the first
-    sub-layers keep waits in the host's memory.
+    With `recompute=layer`, every sub-layer saves only its input and runs again in backward, from the same initial
+    state. With `selective`, only sub-layers that mix tokens along the sequence do, while MLPs save their activations.
+    With `offload`, the first sub-layers' activations wait in host memory.
     """
 
     def __init__(
@@ -218,7 +224,7 @@ class Stack(nn.ModuleDict):
     def forward(
         self, x_LBD: Tensor, states: States | None, seq: SeqInfo, embedded_LBD: Tensor | None = None
     ) -> StackOut:
-        """`embedded_LBD` is what the stream began as, where a sub-layer reads it."""
+        """Run the sub-layers in order. `embedded_LBD` is the embedding, if a sub-layer reads it."""
         stream = ResidualStream(x_LBD, None, embedded_LBD)
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
@@ -227,7 +233,7 @@ class Stack(nn.ModuleDict):
             index = int(name)
             state = None if states is None else states.get(index)
             is_beside, again = isinstance(layer, Beside), name in self.recomputed and torch.is_grad_enabled()
-            # The sum is made outside of what runs again, which then keeps one tensor as its input and not two.
+            # Add before checkpointing, which then saves one input tensor instead of two.
             given = (normed_LBD,) if is_beside else stream.settled() if again else stream
             if again:
                 out = checkpoint(layer, *given, state, seq, use_reentrant=False, preserve_rng_state=False)

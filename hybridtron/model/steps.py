@@ -1,8 +1,8 @@
-"""Token after token by one compiled call each (`ops/native/steps.cpp`): for small models on a CPU.
+"""Generate tokens with one compiled call each (`ops/native/steps.cpp`), for small models on a CPU.
 
-There every operation takes as long to call as to compute. A model of Mamba, windowed attention and gated MLPs is laid
-out once as structures of addresses, with states of its own: those of the prompt, each window's keys and values as a
-ring, so that nothing is copied from token to token. `generate.py` calls any other model itself.
+There, launching an operation takes as long as computing it. A model with Mamba, windowed attention and gated MLPs is
+described once by structs with addresses, and gets its own copy of the prompt's states. The keys and values of windows
+become ring buffers, so that nothing is copied from token to token. `generate.py` runs all other models.
 
 Legend: B rows, D width, E inner channels, N state entries, W taps, G key/value heads, K head size, R rank of dt.
 """
@@ -29,16 +29,16 @@ from hybridtron.ops.rope import frequencies
 from hybridtron.parallel.adapters import Adapter
 from hybridtron.parallel.linear import SINGLE_RANK
 
-MOST_BYTES = 2**26  # of weights: beyond, products take the time, and torch has threads for them
-VECTOR = 16  # numbers that a vector may hold: sizes of vectors are multiples of it
+MOST_BYTES = 2**26  # of weights; larger models spend their time in products, for which torch has threads
+VECTOR = 16  # the largest SIMD width in numbers; the sizes of vectors must be multiples of it
 SCAN, WINDOW, GATED = range(3)
 
 NextLogits = Callable[[Tensor], Tensor]
-"""From the token that each row was given, (B,), to the logits of the next one."""
+"""Function from each row's last token (B,) to the logits for its next token (B, V)."""
 
 
 class SubLayerTask(ctypes.Structure):
-    """`SubLayer` in steps.cpp."""
+    """The C++ struct `SubLayer` in steps.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("kind", "inner", "states", "taps", "rank", "heads", "groups", "size")),
@@ -50,7 +50,7 @@ class SubLayerTask(ctypes.Structure):
 
 
 class StepsTask(ctypes.Structure):
-    """`Steps` in steps.cpp."""
+    """The C++ struct `Steps` in steps.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "width", "vocabulary", "count")),
@@ -61,7 +61,7 @@ class StepsTask(ctypes.Structure):
 
 
 def unsupported_reason(model: LanguageModel) -> str | None:
-    """Why a model's tokens can't be made by the compiled call, or None."""
+    """Return why the compiled call cannot run a model; None if it can."""
     weights = list(model.parameters())
     kinds = {(weight.device.type, weight.dtype) for weight in weights}
     if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.float64)}):
@@ -84,12 +84,12 @@ def unsupported_reason(model: LanguageModel) -> str | None:
 
 
 def residuals(model: LanguageModel) -> dict[int, Residual]:
-    """The sub-layers by their index."""
+    """Return the sub-layers by their index."""
     return {int(name): layer for name, layer in model.layers.items() if isinstance(layer, Residual)}
 
 
 def _inner(mixer: Mixer) -> int:
-    """The size of a mixer's vectors; 1 where it is none that is known."""
+    """Return the size of a mixer's vectors; 1 for a mixer or an option that the compiled call does not support."""
     if isinstance(mixer, Mamba):
         return len(mixer.get_parameter("in_proj.weight")) // 2 if mixer.spec.sparse is None else 1
     if isinstance(mixer, SwiGLU):
@@ -101,10 +101,10 @@ def _inner(mixer: Mixer) -> int:
 
 
 class CompiledSteps:
-    """The rows of a prompt that has been read, and what continues them. States and positions are its own copies."""
+    """Function that continues rows after a prompt. It owns copies of their states and positions."""
 
     def __init__(self, model: LanguageModel, states: States, positions_B: Tensor) -> None:
-        self._kept: list[Tensor] = []  # addresses don't keep what they point to
+        self._kept: list[Tensor] = []  # keeps tensors alive whose addresses the structs hold
         self.dtype, rows, width = model.norm.weight.dtype, len(positions_B), len(model.norm.weight)
         self._seen_B = positions_B.clone()
         layers = [_task(self, layer, states[index]) for index, layer in residuals(model).items()]
@@ -119,23 +119,23 @@ class CompiledSteps:
         )  # fmt: skip
 
     def __call__(self, tokens_B: Tensor) -> Tensor:
-        """Logits that the next call writes over."""
+        """Return the next logits (B, V), in a buffer that the next call overwrites."""
         self._task.tokens = tokens_B.data_ptr()
         call(f"steps_{scalar(self.dtype)}", self._task, 1)
         return self._logits
 
     def of(self, module: nn.Module, name: str) -> int:
-        """The address of a weight."""
+        """Return the address of a weight."""
         return self.at(module.get_parameter(name))
 
     def at(self, tensor: Tensor) -> int:
-        """The address of the same numbers, dense, for as long as this lives."""
+        """Return the address of a tensor's contiguous data, which lives as long as this object."""
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
 
 
 def _task(steps: CompiledSteps, layer: Residual, state: State) -> SubLayerTask:
-    """A sub-layer as the compiled code knows it."""
+    """Describe a sub-layer for the compiled code."""
     match layer.mixer:
         case Mamba() as mixer:
             made = _scan(steps, mixer, state)
@@ -175,11 +175,14 @@ def _window(steps: CompiledSteps, mixer: Attention, state: State) -> SubLayerTas
 
 
 def as_ring(past_BMGK: Tensor, seen_B: Tensor) -> Tensor:
-    """What is remembered, each token at its position modulo the window, which is one more than is remembered."""
+    """Return past keys or values as a ring buffer: each token at its position modulo the window.
+
+    The window is one larger than the number of remembered tokens.
+    """
     window = past_BMGK.shape[1] + 1
     slots_W = torch.arange(window)
-    back_BW = (seen_B[:, None] - 1 - slots_W) % window  # how many tokens ago a slot was written, the last one 0
-    ordered_BW = (window - 2 - back_BW).clamp(min=0)  # the slot that is written next holds nothing
+    back_BW = (seen_B[:, None] - 1 - slots_W) % window  # age of each slot's token, 0 for the last one
+    ordered_BW = (window - 2 - back_BW).clamp(min=0)  # the slot that is written next may hold anything
     index = ordered_BW[..., None, None].expand(-1, -1, *past_BMGK.shape[2:])
     return past_BMGK.gather(1, index)
 
@@ -191,6 +194,6 @@ def _gated(steps: CompiledSteps, mixer: SwiGLU) -> SubLayerTask:
 
 
 def _room(task: SubLayerTask, width: int) -> int:
-    """Numbers for each row that a sub-layer works in."""
+    """Return the scratch memory that a sub-layer needs per row, in numbers."""
     heads = 2 * task.heads * task.size + 2 * task.groups * task.size + task.window + VECTOR
     return width + (heads if task.kind == WINDOW else 3 * task.inner + task.rank + 2 * task.states)

@@ -1,9 +1,9 @@
-"""A row's new tokens as text, as they come: characters that are complete, up to a stop string.
+"""Decode a row's new tokens to text as they come: complete characters only, up to a stop string.
 
-A token may end within a character, and a tokenizer may write a token otherwise at a text's start: so tokens are decoded
-with those before them, from the last place at which the text was complete. Only these are decoded again, whatever the
-length. A stop string ends the text before it, wherever tokens divide it; the end of the text that could begin one is
-held until it is known. The tokenizer is a function from tokens to text: this file knows none.
+A token may end within a character, and a tokenizer may decode a token differently at a text's start. So tokens are
+decoded together with earlier ones, from the last point at which the text was complete; the cost does not grow with the
+length. A stop string ends the text before it, however tokens divide it; an end of the text that could begin a stop
+string is held back until that is decided. The tokenizer is passed in as a function from tokens to text.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
-LONGEST_CHARACTER = 16  # tokens; what is not complete after as many is no character
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoders return it for a part of a character
+LONGEST_CHARACTER = 16  # tokens; a character that is incomplete after this many is invalid
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass
 class TextOfRow:
-    """The text that follows a prompt: `most` tokens, or up to one of `ends` (tokens), or before one of `stops`.
+    """Text after a prompt: up to `most` tokens, up to a token in `ends`, or before a string in `stops`.
 
-    `before` are the prompt's last tokens, which the first new one may continue a word of.
+    `before` are the prompt's last tokens, since the first new token may continue a word of them.
     """
 
     decode: Decode
@@ -36,11 +36,11 @@ class TextOfRow:
 
     def __post_init__(self) -> None:
         self._recent = list(self.before[-LONGEST_CHARACTER:])
-        self._complete = len(self._recent)  # of these tokens, those that are in the text, or in the prompt's
+        self._complete = len(self._recent)  # number of these tokens that are already in the text or the prompt
         self._held = ""
 
     def add(self, token: int) -> str:
-        """The text that is certain with this token and was not before; nothing once the text has ended."""
+        """Add a token and return the newly certain text; an empty text after the end."""
         if self.ended:
             return ""
         if token in self.ends:
@@ -58,12 +58,13 @@ class TextOfRow:
         return self._released(new)
 
     def _new_text(self) -> str:
+        """Return the text of the recent tokens that are not complete yet."""
         if self._complete == len(self._recent):
             return ""
         return self.decode(self._recent)[len(self.decode(self._recent[: self._complete])) :]
 
     def _released(self, new: str) -> str:
-        """Up to a stop string, or to what may become one where the text continues."""
+        """Return the held and new text up to a stop string, or up to a possible beginning of one."""
         held = self._held + new
         certain = len(held)
         if places := [place for stop in self.stops if (place := held.find(stop)) >= 0]:
@@ -77,7 +78,7 @@ class TextOfRow:
 
 
 def write(texts: Sequence[TextOfRow], steps: Iterator[list[int]], heard: Callable[[int, str], object]) -> None:
-    """Add a token to each row at every step until all have ended; `heard` gets the row and the text that is new."""
+    """Add a token to each row at every step until all rows have ended; call `heard` with each row's new text."""
     while not all(text.ended for text in texts):
         for row, (text, token) in enumerate(zip(texts, next(steps), strict=True)):
             if new := text.add(token):

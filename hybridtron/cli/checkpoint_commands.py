@@ -70,7 +70,7 @@ def listed(chosen: argparse.Namespace) -> int:
         loss = "" if meta.validation is None else f"{meta.validation:.4f}"
         table.add_row(str(meta.step), f"{readable(size)}B", loss, meta.layout, "valid")
     show(table)
-    for path in sorted((chosen.path / "checkpoints").glob("*-step-*")):  # superseded-, before that left-, and broken-
+    for path in sorted((chosen.path / "checkpoints").glob("*-step-*")):  # superseded-, broken-, and left- of old runs
         print(f"archived: {path}")
     if fault := folders.pointer_fault(chosen.path):
         print(fault)

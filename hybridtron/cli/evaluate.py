@@ -214,7 +214,7 @@ def report(one: Evaluated, console: Console) -> None:
     for text in one.left_out:
         console.print(f"left out: {text}")
     if one.rows:
-        table = titled("results", Column("task", overflow="fold"), "length", "metric", "value", "n")  # all its options
+        table = titled("results", Column("task", overflow="fold"), "length", "metric", "value", "n")  # all options
         for row in one.rows:
             table.add_row(row["task"], str(row["length"]), row["metric"], shown(row), str(row["n"]))
         console.print(table)

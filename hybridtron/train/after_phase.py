@@ -22,7 +22,9 @@ class AfterPhase(Protocol):
     """
 
     @property
-    def failed(self) -> Mapping[str, str]: ...
+    def failed(self) -> Mapping[str, str]:
+        """Reasons of the failures so far, by name, such as a phase's."""
+        ...
 
     def due(self, step: int, /) -> bool:
         """Return True if there may be work after this step. All processes must get the same answer."""

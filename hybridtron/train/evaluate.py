@@ -73,8 +73,8 @@ def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[di
 def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> list[tuple[int, Batch]]:
     """Return this data-parallel rank's share of the batches, each with the number of its source.
 
-    All ranks get equally many batches of the same shape, a multiple of the pipeline stages. Masked rows, which do not
-    count in the loss, fill the gaps.
+    All ranks get the same number of batches, a multiple of the pipeline stages, and all batches have the same shape.
+    Masked rows, which do not count in the loss, fill the gaps.
     """
     ranks, stages = engine.groups.data_size, engine.groups.pipeline_size
     each = math.ceil(len(batches) / (ranks * stages)) * stages

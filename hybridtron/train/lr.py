@@ -17,7 +17,8 @@ from hybridtron.config.units import parse_share, parse_tokens
 def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> float:
     """Return the learning rate of a step, after which phase `index` has read `tokens` tokens.
 
-    With `lr_piece: decay` the rate falls from the last phase's final rate to `lr_to`. Other phases follow their course.
+    With `lr_piece: decay` the rate falls from the final rate of the phase before to `lr_to`. Other phases follow their
+    course.
     """
     settings = phases[index].settings
     if settings.lr_piece is LrPiece.decay:

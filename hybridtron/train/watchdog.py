@@ -28,7 +28,9 @@ from typing import Self
 from hybridtron.data.loader import STACKS
 from hybridtron.train.failures import Failures, process_fault, waits_for_others
 
-BACKSTOP_S = 4.0  # past run.timeout: faulthandler ends a stuck interpreter, before a launcher that lost another rank
+# After run.timeout, the time until faulthandler ends a stuck interpreter. It must be short: a launcher that has lost
+# another rank kills this process too, and then its stacks would be missing.
+BACKSTOP_S = 4.0
 LAST_WORDS_S = 10.0  # time limit for recording a failure
 WORKERS_S = 0.5  # time for worker processes to write their stacks
 LOADING = "/torch/utils/data/dataloader.py"  # in the stack of a thread that waits for worker processes

@@ -1,4 +1,4 @@
-"""The custom class HybridtronForCausalLM, for models that no native class fits; its code is shipped with the weights.
+"""The custom class HybridtronForCausalLM, for all other models; its code is shipped with the weights.
 
 The class (`hybridtron/hf`) takes sub-layers of every registered kind, in any order. config.json has all options of each
 letter, also those left at their defaults, so that the folder keeps its meaning when a default changes.

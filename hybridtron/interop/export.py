@@ -3,7 +3,7 @@
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md
     chat_template.jinja              if the model was trained on conversations
     model.safetensors                or shards with an index
-    *_hybridtron.py                  the custom class, if no native class of transformers fits
+    *_hybridtron.py                  code of the custom class, if the model is exported as that class
     hybridtron_export.json           the source checkpoint, and the versions that wrote the folder
 
 A single process reads the checkpoint, which any layout may have written, and converts one tensor at a time. The folder

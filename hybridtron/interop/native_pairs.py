@@ -16,7 +16,7 @@ from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Native, Settings, SubLayerNames, to_ours, to_theirs
 
 BEFORE, BETWEEN = "input_layernorm", "post_attention_layernorm"
-# values of time_step_limit that leave the step size unlimited; JSON has no infinity, which transformers encodes
+# values of time_step_limit without an effect; transformers writes infinity as an object, since JSON has none
 NO_LIMIT: tuple[Any, ...] = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
 FUSED_MLP: Names = {
     "input_linear.weight": ("gate_up.weight.gate", "gate_up.weight.up"),

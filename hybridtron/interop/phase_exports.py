@@ -1,6 +1,6 @@
 """Exports the checkpoint at the end of each phase that has `phases.N.export`, during the run.
 
-An export that fails is reported and retried: when the next phase ends, at the end of the run, and at the next start. It
+A failed export is reported and retried: when the next phase ends, at the end of the run, and at the next start. It
 never ends training. If the process was killed during an export, which may have run out of memory, that export is
 retried only after the last training step.
 """
@@ -67,7 +67,7 @@ def export_phase(source: Checkpoint, output: Path, phase: ResolvedPhase) -> None
 
     Raises FileExistsError if `output` exists; nothing is overwritten.
     """
-    from hybridtron.interop.export import ExportPlan, export, target_of  # imports transformers, for those who export
+    from hybridtron.interop.export import ExportPlan, export, target_of  # deferred, because it imports transformers
     from hybridtron.interop.sample import verify_sample
 
     if output.exists():

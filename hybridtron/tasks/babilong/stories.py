@@ -130,7 +130,7 @@ def qa4(random: Random) -> Steps:
         yield Asked(0, f"What is the {b} {side} of?", behind)
 
 
-GIVING = (  # question, answer, share in the released set
+GIVING = (  # question, answer, relative frequency in the released data set
     ("What did {a} give to {b}?", "object", 0.33),
     ("Who gave the {o}?", "person", 0.18),
     ("Who did {a} give the {o} to?", "receiver", 0.17),

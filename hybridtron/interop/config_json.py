@@ -1,4 +1,4 @@
-"""Reads and validates config.json of an untrusted folder.
+"""Reads and validates an untrusted folder's config.json.
 
 The file's size is limited, and each value that an import uses is checked for type and range. Code that reads the
 settings afterwards need not check types, and no allocation can grow without bound with a number in the file.
@@ -112,7 +112,7 @@ KINDS: dict[str, Kind] = {
 def settings_of(folder: Path) -> dict[str, Any]:
     """Read config.json and check the values that imports use.
 
-    Raises CannotImport, naming every value that can't be used; also for quantized weights and folders of an adapter.
+    Raises CannotImport, naming every value that can't be used; also for quantized weights and adapter folders.
     """
     path = folder / "config.json"
     if not path.exists() and (adapter := folder / "adapter_config.json").exists():

@@ -38,7 +38,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A parsed file of the package: lines, top-level definitions, imports and uses of global names."""
+    """A parsed file of the package: lines, top-level definitions, imports and global names in use."""
 
     module: str
     lines: list[str]
@@ -50,7 +50,7 @@ class SourceFile:
     @staticmethod
     @cache
     def of(module: str) -> SourceFile:
-        """Parse a module of the package, such as `ops.scan`; the result is cached."""
+        """Parse one of the package's modules, such as `ops.scan`; the result is cached."""
         path = PACKAGE / module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -91,7 +91,7 @@ class SourceFile:
 
 
 def is_module(module: str) -> bool:
-    """Check that the package has a file or folder of this dotted path."""
+    """Check that the package has a file or folder with this dotted path."""
     path = PACKAGE / module.replace(".", "/")
     return path.is_dir() or path.with_suffix(".py").exists()
 
@@ -102,7 +102,7 @@ def _statement(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
 
 
 def _globals(code: CodeType) -> Iterator[Use]:
-    """Yield the uses of global names in bytecode and nested code; builtins and a class's own fields are skipped."""
+    """Yield each use of a global name in bytecode and nested code; builtins and a class's own fields are skipped."""
     instructions = list(dis.get_instructions(code))
     fields = {each.argval for each in instructions if each.opname == "STORE_NAME" and code.co_name != "<module>"}
     others = {*dir(builtins), "__annotations__", *fields}

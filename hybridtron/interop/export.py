@@ -117,7 +117,7 @@ class ExportPlan:
 
 
 def longest_row(source: Checkpoint) -> int:
-    """Return the longest `seq_len` of the training phases; for an imported model, the length its config.json gave."""
+    """Return the training phases' longest `seq_len`; for an imported model, the length its config.json gave."""
     lengths = [phase.seq_len for phase in source.config.phases]
     return max(lengths, default=int(source.meta.data.get(LONGEST, UNKNOWN_LENGTH)))
 

@@ -59,7 +59,7 @@ class ImportFolder:
 
     @classmethod
     def open(cls, folder: Path) -> ImportFolder:
-        """Read the configuration and check names and shapes. Raises CannotImport, with a list of all faults."""
+        """Read the configuration and check names and shapes. Raises CannotImport, listing all faults."""
         settings = settings_of(folder)
         require_files(folder)
         kind = _kind(folder, settings)

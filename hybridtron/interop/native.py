@@ -36,7 +36,7 @@ class SubLayerNames(NamedTuple):
 
 
 class ModelFormat(ABC):
-    """A model format other than ours: its tensor names, and the translation of its config.json to our configuration."""
+    """A model format other than ours: its tensor names, and how its config.json translates to our configuration."""
 
     name: ClassVar[str]
     embedding: ClassVar[str] = "model.embed_tokens.weight"
@@ -50,7 +50,7 @@ class ModelFormat(ABC):
         """Translate config.json to our configuration. Raises ValueError for a feature that we don't have."""
 
     def groups(self, arch: Architecture) -> list[range]:
-        """Return the indices of our sub-layers that form each of its layers."""
+        """Return for each of its layers the indices of our sub-layers."""
         together = 2 if self.in_pairs and arch.specs[-1].kind == "swiglu" else 1
         return [range(first, first + together) for first in range(0, len(arch.specs), together)]
 
@@ -59,7 +59,7 @@ class ModelFormat(ABC):
         return self.sub_layers.get(arch.specs[index].kind, SubLayerNames())
 
     def rules(self, model: ModelConfig) -> list[TensorRule]:
-        """Return the rules that convert all tensors of a model, in the order of its layers."""
+        """Return the rules that convert all of a model's tensors, layer by layer."""
         rules, arch = Rules(model), architecture(model)
         rules.add(self.embedding, "embedding.weight")
         rules.add(self.final_norm, "norm.weight")
@@ -89,7 +89,7 @@ class Native(ModelFormat):
 
     @abstractmethod
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        """Return the entries of config.json specific to this class. `length` is the longest row in tokens."""
+        """Return config.json's entries for this class alone. `length` is the longest row in tokens."""
 
     @abstractmethod
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
@@ -129,7 +129,7 @@ class Native(ModelFormat):
 
 
 def require_known(theirs: Settings, key: str, known: Collection[str]) -> None:
-    """Raise ValueError if the list of layer types under `key` has a type that is not among `known`."""
+    """Raise ValueError if the layer types listed under `key` are not all among `known`."""
     if unknown := sorted(set(theirs[key]) - set(known)):
         raise ValueError(f"has {key} with {unknown[0]!r}; only {', '.join(known)} can be imported")
 
@@ -175,7 +175,7 @@ class NativeMamba(Native):
         }
 
     def derived(self, spec: MambaSpec | Mamba2Spec, arch: Architecture) -> Settings:
-        """Return the entries of config.json that are computed from the options."""
+        """Return config.json's entries that are computed from the options."""
         return {"intermediate_size": spec.inner(arch.sizes)}
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:

@@ -1,4 +1,4 @@
-"""Bamba: layers of Mamba-2 or full attention, each with a gated MLP. RoPE rotates half of each attention head."""
+"""Bamba: layers of Mamba-2 or full attention, each with a gated MLP. RoPE rotates half of the channels."""
 
 from __future__ import annotations
 

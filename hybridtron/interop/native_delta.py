@@ -24,7 +24,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 class DeltaHybrid(Llama):
-    """Base class of Gated DeltaNet hybrids; `layer_types` in config.json lists each layer's mixer."""
+    """Base class for Gated DeltaNet hybrids; `layer_types` in config.json lists each layer's mixer."""
 
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
     letters: ClassVar[dict[str, str]]
@@ -50,7 +50,7 @@ class DeltaHybrid(Llama):
         return pattern, {letter: options for letter, options in known.items() if letter in pattern}
 
     def delta(self, theirs: Settings) -> Settings:
-        """Translate config.json to options of our Gated DeltaNet."""
+        """Translate config.json to our Gated DeltaNet's options."""
         keys = theirs["linear_num_key_heads"] * theirs["linear_key_head_dim"]
         values = theirs["linear_num_value_heads"] * theirs["linear_value_head_dim"]
         names = {"linear_num_value_heads": "heads", "linear_num_key_heads": "key_heads"}
@@ -66,7 +66,7 @@ class DeltaHybrid(Llama):
 
 
 class OlmoHybrid(DeltaHybrid):
-    """OLMo-Hybrid, with the tensor names of its published files.
+    """OLMo-Hybrid, with its published files' tensor names.
 
     transformers renames some norms when it loads and saves a folder; `also` maps the published names to those.
     """

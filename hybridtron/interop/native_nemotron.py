@@ -36,7 +36,7 @@ LAYERS = {
 
 
 class NemotronH(Native):
-    """Nemotron-H, with the tensor names of its files; transformers' module has the prefix `model.`, not `backbone.`."""
+    """Nemotron-H, with its files' tensor names; transformers' module has the prefix `model.`, not `backbone.`."""
 
     name, model_type = "NemotronHForCausalLM", "nemotron_h"
     embedding, final_norm, layers = "backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers"
@@ -105,7 +105,7 @@ class NemotronH(Native):
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
 
     def attention(self, theirs: Settings) -> Settings:
-        """Translate config.json to options of our attention; published folders call head_dim `attention_head_dim`."""
+        """Translate config.json to our attention's options; published folders call head_dim `attention_head_dim`."""
         heads = theirs["num_attention_heads"]
         return {
             "kind": "attention",

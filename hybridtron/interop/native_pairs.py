@@ -1,4 +1,4 @@
-"""Native classes whose layers are a mixer and a gated MLP: Llama, Mistral, and the base class of Mamba-2 hybrids."""
+"""Native classes whose layers are a mixer and a gated MLP: Llama, Mistral, and the base class for Mamba-2 hybrids."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Llama(Native):
         return f"(A-)*{theirs['num_hidden_layers']}", {"A": self.attention(theirs), "-": mlp}
 
     def attention(self, theirs: Settings) -> Settings:
-        """Translate config.json to options of our attention."""
+        """Translate config.json to our attention's options."""
         heads = theirs["num_attention_heads"]
         return {
             "kind": "attention",
@@ -88,7 +88,7 @@ class Mistral(Llama):
 
 
 class Mamba2Hybrid(Llama):
-    """Base class of hybrids whose layers are Mamba-2 or full attention, followed by a gated MLP."""
+    """Base class for hybrids whose layers are Mamba-2 or full attention, followed by a gated MLP."""
 
     fixed: ClassVar = {**Llama.fixed, "mamba_conv_bias": True, "mamba_proj_bias": False}
     mamba: ClassVar = {
@@ -119,7 +119,7 @@ class Mamba2Hybrid(Llama):
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
 
     def mamba_options(self, theirs: Settings) -> Settings:
-        """Translate config.json to options of our Mamba-2. Raises ValueError for a limit of step sizes."""
+        """Translate config.json to our Mamba-2's options. Raises ValueError if step sizes are limited."""
         if (limit := theirs.get("time_step_limit", NO_LIMIT[0])) not in NO_LIMIT:
             raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")
         inner, heads = self.inner(theirs), theirs["mamba_n_heads"]

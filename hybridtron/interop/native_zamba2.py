@@ -1,4 +1,4 @@
-"""Zamba2: Mamba-2 layers, some of which are preceded by a shared block of attention and MLP.
+"""Zamba2: Mamba-2 layers, some of which are preceded by a shared attention and MLP block.
 
 One or several blocks take turns. All layers that use a block share its weights, but each has low-rank adapters of its
 own. A layer of type `hybrid` is two sub-layers here: the shared block, and the Mamba-2 that reads its output. Files
@@ -130,7 +130,7 @@ class Zamba2(Native):
         return pattern, {"M": {"kind": "mamba2", **mamba}, **letters}
 
     def shared(self, theirs: Settings) -> Settings:
-        """Translate config.json to options of our shared attention."""
+        """Translate config.json to our shared attention's options."""
         if (keys := theirs.get("num_key_value_heads")) not in (None, theirs["num_attention_heads"]):
             raise ValueError(f"has num_key_value_heads={keys} other than num_attention_heads")
         turned = theirs.get("use_mem_rope", False)

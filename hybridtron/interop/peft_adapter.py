@@ -91,7 +91,7 @@ def module_of(rule: TensorRule) -> str:
 
 
 def _theirs(beside: ImportFolder, rule: TensorRule) -> Tensor:
-    """Read a tensor of the base folder, after checking its shape."""
+    """Read a tensor from the base folder, after checking its shape."""
     if beside.weights.shapes[rule.theirs] != rule.shape:
         raise CannotExport(f"{rule.theirs} has shape {beside.weights.shapes[rule.theirs]} in {beside.weights.folder}")
     return beside.weights.read(rule.theirs)

@@ -2,7 +2,7 @@
 
     hybridtron import ADAPTER --base BASE --output OUTPUT
 
-The base is a folder that could be imported by itself. Modules that peft saved in full replace those of the base. If a
+The base is a folder that could be imported by itself. Modules that peft saved in full replace the base's. If a
 tensor is several parts of ours, each part gets a copy of A and its own rows of B. DoRA's row lengths become their
 change from the base; the subtraction is exact in fp32 unless a length has more than halved or doubled.
 """
@@ -55,7 +55,7 @@ class AdaptedFolder(ImportFolder):
 
     @classmethod
     def beside(cls, folder: Path, base: ImportFolder) -> AdaptedFolder:
-        """Combine an adapter folder with its base. Raises CannotImport, with a list of all faults."""
+        """Combine an adapter folder with its base. Raises CannotImport, listing all faults."""
         lora, adapter = lora_settings(folder), Weights(folder, OF_ADAPTER)
         rules = {name: rule for rule in base.rules for name in (rule.theirs, rule.in_memory)}
         rules |= {old.theirs: new for old, new in zip(base.kind.rules(base.model), base.rules, strict=True)}
@@ -99,7 +99,7 @@ class AdaptedFolder(ImportFolder):
         yield "model-adapters.safetensors", {key: tensor.contiguous() for one in made for key, tensor in one}
 
     def read(self, layer: str, piece: str) -> Tensor:
-        """Read one tensor of a layer's adapter; `piece` is DOWN, UP or LENGTHS."""
+        """Read one of a layer's adapter tensors; `piece` is DOWN, UP or LENGTHS."""
         return self.adapter.read(f"{PREFIX}{layer}.{piece}")
 
     def _beside(self, layer: str, rule: TensorRule) -> dict[str, Tensor]:
@@ -135,11 +135,11 @@ class AdaptedFolder(ImportFolder):
                 yield f"{there} is used by no rule"
 
     def _pieces(self) -> tuple[str, ...]:
-        """Return the names of the tensors that each layer's adapter must have."""
+        """Return the tensor names that each layer's adapter must have."""
         return (DOWN, UP, LENGTHS) if self.lora.dora else (DOWN, UP)
 
     def _wrong_layers(self, layers: set[str]) -> Iterator[str]:
-        """Yield faults of adapted layers: not a projection, also saved in full, missing tensors, wrong shapes."""
+        """Yield faults in adapted layers: not a projection, also saved in full, missing tensors, wrong shapes."""
         if not layers:
             yield f"no tensor is called LAYER.{DOWN}"
         table = parameter_table(self.model)
@@ -160,7 +160,7 @@ class AdaptedFolder(ImportFolder):
                     yield f"{layer}.{piece} {f'has shape {held}' if held else 'is missing'}, not {wanted[piece]}"
 
     def _wrong_saved(self, saved: Mapping[str, str]) -> Iterator[str]:
-        """Yield faults of modules saved in full; `saved` maps tensor names to names in the adapter's file."""
+        """Yield faults in modules saved in full; `saved` maps tensor names to names in the adapter's file."""
         shapes = {rule.theirs: rule.shape for rule in self.rules}
         for name, there in saved.items():
             if self.adapter.shapes[there] != shapes[name]:

@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 
 class PhaseExports:
-    """The export work of a run. `failed` maps phase names to the reason why their last export failed."""
+    """A run's exports after its phases. `failed` maps phase names to the reason why their last export failed."""
 
     def __init__(self, config: Config) -> None:
         self.run_dir, self.last_step = Path(config.run.dir), last_step(config)

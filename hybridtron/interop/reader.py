@@ -1,4 +1,4 @@
-"""Reads the tensors of a Hugging Face folder: model.safetensors, its shards, or pytorch_model.bin.
+"""Reads tensors from a Hugging Face folder: model.safetensors, its shards, or pytorch_model.bin.
 
 Files are untrusted: only float dtypes are accepted, shards must be in the folder itself, and nothing but tensors is
 unpickled. Names and shapes are read at once, values on demand.
@@ -76,7 +76,7 @@ class Weights:
             raise CannotImport(f"{folder} has neither {names.single} nor {names.index} nor {names.pickled}")
 
     def read(self, name: str) -> Tensor:
-        """Load a tensor, in the dtype of the file."""
+        """Load a tensor, in the file's dtype."""
         return self._of_name[name]()
 
     def replaced(self, others: Weights, names: Mapping[str, str]) -> Weights:

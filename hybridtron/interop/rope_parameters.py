@@ -1,6 +1,6 @@
 """RoPE settings in config.json: `rope_parameters`, or before transformers 5 `rope_scaling` and `rope_theta`.
 
-Imports read both forms; exports write that of transformers 5. Imports refuse kinds of scaling that we don't have, and
+Imports read both forms; exports write the newer one. Imports refuse kinds of scaling that we don't have, and
 unknown keys, which might change the computation.
 """
 
@@ -53,7 +53,7 @@ def to_ours(theirs: Settings) -> Settings | str:
 
 
 def _scaled(scale: str, rope: Settings, theirs: Settings) -> Settings:
-    """Return the options of a scaling kind, with transformers' defaults for missing keys.
+    """Return a scaling kind's options, with transformers' defaults for missing keys.
 
     Raises ValueError if a required key is missing.
     """

@@ -1,4 +1,4 @@
-"""Rules that map checkpoint tensors to the tensors of another format: one table for both directions.
+"""Rules that map checkpoint tensors to another format's: one table for both directions.
 
 `ours` is hybridtron, `theirs` the other format (transformers or state-spaces/mamba). A checkpoint stores each part of a
 projection under its own key, and the other formats fuse some parts into one tensor. Exports therefore concatenate our
@@ -100,7 +100,7 @@ class Rules:
         self._rules.append(TensorRule(theirs, shape, ours, rows, ours[0] in self._fp32))
 
     def add_mixer(self, theirs: str, index: int, names: Names | None = None) -> None:
-        """Add the rules of a sub-layer's mixer, under the prefix `theirs`.
+        """Add the rules for a sub-layer's mixer, under the prefix `theirs`.
 
         `names` maps names in the other format to our keys; the default is the spec's `exported_names`. Names of weights
         that this mixer lacks are ignored. Shared weights get a rule at their first place only.
@@ -113,7 +113,7 @@ class Rules:
                 self.add(f"{theirs}.{name}", *ours)
 
     def complete(self) -> list[TensorRule]:
-        """Return all rules, after checking that each weight of the model is in exactly one."""
+        """Return all rules, after checking that each weight is in exactly one."""
         used = [key for rule in self._rules for key in rule.ours]
         assert sorted(used) == sorted(self.shapes), f"{set(used) ^ set(self.shapes)} have no rule, or two"
         return self._rules

@@ -62,7 +62,7 @@ def sampled(arch: Architecture, target: Native) -> list[int]:
 
 
 def part_of(model: ModelConfig, taken: list[int]) -> ModelConfig:
-    """Return the configuration of a model that has only the sub-layers `taken`."""
+    """Return the configuration for a model with only the sub-layers `taken`."""
     letters = architecture(model).letters
     pattern = "".join(letters[index] for index in taken)
     return replace(model, pattern=pattern, layers={k: v for k, v in model.layers.items() if k in pattern})
@@ -75,7 +75,7 @@ def sample_size(model: ModelConfig, target: Native) -> int:
 
 
 def _names_in_the_folder(whole: ModelConfig, part: ModelConfig, taken: list[int], target: Native) -> dict[str, str]:
-    """Map each tensor name of the sampled model to its name in the exported folder."""
+    """Map the sampled model's tensor names to those in the exported folder."""
     in_whole = {rule.ours: rule.theirs for rule in target.rules(whole)}
 
     def moved(rule: TensorRule) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def _of_whole(name: str, taken: list[int]) -> str:
 
 
 def _settings(folder: Path, whole: ModelConfig, part: ModelConfig, target: Native) -> dict[str, object]:
-    """Read the folder's config.json, with the values that differ in a model of fewer layers."""
+    """Read the folder's config.json, with the values that differ in a model with fewer layers."""
     settings = read_object(folder / "config.json")
     of_whole, of_part = target.config(whole, 1), target.config(part, 1)
     return settings | {key: value for key, value in of_part.items() if of_whole.get(key) != value}

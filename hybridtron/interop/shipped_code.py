@@ -72,7 +72,7 @@ class NotShippable(ValueError):
 
 @cache
 def shipped_code() -> dict[str, bytes]:
-    """Return the code files of an exported folder, by name. Raises NotShippable."""
+    """Return the code files for an exported folder, by name. Raises NotShippable."""
     return {path.name: path.read_bytes() for path in WRITTEN} | {f"{GENERATED}.py": mixers_file().encode()}
 
 
@@ -90,7 +90,7 @@ def is_shipped(files: Mapping[str, bytes]) -> bool:
 
 
 def provide(package: str) -> None:
-    """Make the generated file importable as a module of `package`, without writing it to disk."""
+    """Make the generated file importable as a module in `package`, without writing it to disk."""
     name, text = f"{package}.{GENERATED}", mixers_file()
     sys.modules[name] = module = module_from_spec(ModuleSpec(name, None))
     file = f"<{name}>"
@@ -100,7 +100,7 @@ def provide(package: str) -> None:
 
 @cache
 def mixers_file() -> str:
-    """Return the text of the generated file. Raises NotShippable."""
+    """Return the generated file's text. Raises NotShippable."""
     mixers = {kind: (_place_of(spec), _place_of_module(spec.module)) for kind, spec in SPECS.items()}
     places = _closure([*(place for pair in mixers.values() for place in pair), *NEEDED_BESIDE])
     names = _names(places)
@@ -126,7 +126,7 @@ def _place_of_module(named: str) -> DefinedName:
 
 
 def _resolved(module: str, name: str) -> DefinedName | None:
-    """Follow imports to the definition of a name; None if the generated file does not contain that definition.
+    """Follow imports to a name's definition; None if the generated file does not contain that definition.
 
     This is so for names from other packages and from modules with a stand-in.
     """
@@ -207,7 +207,7 @@ def _check_foreign(place: DefinedName, use: Use) -> None:
 def _names(places: list[DefinedName]) -> dict[DefinedName, str]:
     """Choose each definition's name in the generated file.
 
-    It keeps its own name, but an op's implementation gets the name of the op, and the op's reference the suffix
+    It keeps its own name, but an op's implementation gets the op's name, and the op's reference the suffix
     `_reference`. Names that would occur twice get their file's path as a suffix.
     """
     folders = {place.module.rpartition(".")[0] for place in places if place.module.count(".") > 1}

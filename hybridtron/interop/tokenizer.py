@@ -24,7 +24,7 @@ KNOWN_PADS = (PAD, "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the special tokens in config.json; None if unknown. bos is eos."""
+    """The special tokens' ids in config.json; None if unknown. bos is eos."""
 
     eos: int | None
     pad: int | None
@@ -73,7 +73,7 @@ def write_tokenizer(
 
 
 def _with_pad(stored: bytes, vocab_size: int) -> tuple[bytes, dict[str, int]]:
-    """Add a pad token if there is none and an id is free; returns the tokenizer.json and the ids of all tokens."""
+    """Add a pad token if there is none and an id is free; returns the tokenizer.json and all tokens' ids."""
     ids = read_tokenizer(stored).get_vocab(with_added_tokens=True)
     free = max((number + 1 for number in ids.values()), default=0)
     if any(token in ids for token in KNOWN_PADS) or free >= vocab_size:

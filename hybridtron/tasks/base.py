@@ -1,4 +1,4 @@
-"""The base classes of tasks: pure functions from (seed, index, tokenizer, length) to a sample, with metrics of answers.
+"""The base classes of tasks: pure functions from (seed, index, tokenizer, length) to a sample, with metrics.
 
 A task generates both training data and evaluation sets, with disjoint seeds: those below TRAINING_SEEDS are for
 evaluation, and `training_seed` maps them to larger ones. `write.py` also removes duplicates within a set, and training
@@ -92,7 +92,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def about(self) -> str:
-        """A description of one line, for listings."""
+        """A one-line description, for listings."""
 
     @abstractmethod
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
@@ -100,14 +100,14 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Return the metrics of a generated continuation by name, each from 0 to 1; the first is the main one."""
+        """Score a generated continuation. Returns metrics by name, each from 0 to 1; the first is the main one."""
 
     @abstractmethod
     def chance(self) -> float:
         """Return the first metric's expected value for a random guess among the possible answers."""
 
     def random(self, seed: int, index: int) -> Random:
-        """Return the random generator of one sample. Raises TaskError for a negative seed or index."""
+        """Return the random generator for one sample. Raises TaskError for a negative seed or index."""
         if seed < 0 or index < 0:
             raise TaskError(f"{self.name}: seed={seed} index={index}: both count from 0")
         return Random(f"{self.name} {seed} {index}")  # a string seed is hashed: the same in every process and version

@@ -1,4 +1,4 @@
-"""The copying task: a random string of letters, to be repeated, as token ids `$ s | s .` (Jelassi et al. 2024).
+"""The copying task: a string of random letters, to be repeated, as token ids `$ s | s .` (Jelassi et al. 2024).
 
     vocabulary   26 letters (0-25), $ (26), | (27), . (28), * for padding (29)
 
@@ -24,7 +24,7 @@ SYMBOLS = ascii_lowercase + "$|.*"
 class Copying(TokenTask):
     """The copying task.
 
-    shortest, longest  range of a string's number of letters, drawn uniformly. longest=0: as many as the row can hold;
+    shortest, longest  range from which the number of letters is drawn. longest=0: as many as the row can hold;
                        shortest=0: the same number as longest
     packed             fill rows to exactly `length` tokens, for training
     """
@@ -71,7 +71,7 @@ class Copying(TokenTask):
         )
 
     def _letters(self, length: int) -> tuple[int, int]:
-        """Return the range of a string's number of letters. Raises TaskError if the longest does not fit."""
+        """Return the minimum and maximum number of letters. Raises TaskError if the longest does not fit."""
         room = (length - FIXED) // 2
         longest = self.longest or room
         shortest = self.shortest or longest

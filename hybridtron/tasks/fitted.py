@@ -33,7 +33,7 @@ class TaskText:
 class FittedTask(Task):
     """A task whose samples have as many units as fit their length.
 
-    A search with one sample finds the number of units. Other samples start with it, and lose units until they fit.
+    A search with one sample finds how many fit. Other samples start with it, and lose units until they fit.
     """
 
     generate: ClassVar[int]
@@ -48,7 +48,7 @@ class FittedTask(Task):
         """Return the minimum number of units, and the step by which it grows."""
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """Return the number of units with which a sample starts; `size(units)` is its length in tokens."""
+        """Return how many units a sample has at first; `size(units)` is its length in tokens."""
         return fitted(self, tokenizer, length)
 
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
@@ -98,7 +98,7 @@ class FittedTask(Task):
 
 @lru_cache(1024)
 def fitted(task: FittedTask, tokenizer: TextTokens, length: int) -> int:
-    """Return the number of units that fit in a first sample; cached by task, tokenizer and length."""
+    """Return how many units fit in a first sample; cached by task, tokenizer and length."""
 
     def size(units: int) -> int:
         text = task.text_of(Random(f"{task.name} fitting"), units, 0, length)

@@ -1,7 +1,7 @@
 """Searches for the largest number of units (lines, words, ...) with which a text fits a length in tokens.
 
 A unit is at least one token, so the length bounds the search. A sample that is too long with the fewest units is an
-error. The number of tokens need not be monotonic in the number of units, so `shrink` checks each sample by itself.
+error. Tokens need not grow monotonically with units, so `shrink` checks each sample by itself.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def split_sentences(text: str) -> list[str]:
 
 @cache
 def _words(provider: str, enough: int) -> list[str]:
-    """Return a corpus's words, without needle-like sentences; of the synthetic corpus, the first `enough` words."""
+    """Return a corpus's words, without needle-like sentences; the synthetic corpus gives `enough` words."""
     if provider == SYNTHETIC:
         made = (word for sentence in sentences() for word in sentence.split())
         return list(islice(made, enough))

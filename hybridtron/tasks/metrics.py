@@ -61,5 +61,5 @@ def _f1(written: list[str], wanted: list[str]) -> float:
 
 
 def character_accuracy(answer: str, wanted: str) -> float:
-    """Return the fraction of the wanted characters that the answer has at the same position."""
+    """Return the fraction of wanted characters that are at the same position in the answer."""
     return sum(a == b for a, b in zip(answer, wanted, strict=False)) / len(wanted)

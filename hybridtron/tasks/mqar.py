@@ -1,6 +1,6 @@
 """Multi-query associative recall (MQAR; Arora et al. 2023), as token ids.
 
-A row of L tokens starts with k pairs of key and value. The rest is slots of two tokens. Each key occurs once more, as
+A row of L tokens starts with k pairs of key and value. The rest is two-token slots. Each key occurs once more, as
 the first token of a slot; slot i is chosen with a probability in proportion to a * i^(a - 1), without replacement, so
 short gaps are likely. The target at that position is the key's value. It is not the next token, so samples have labels.
 All other positions hold random ids (or 0). With `follows` the value is the second token of the slot: then the target is
@@ -23,7 +23,7 @@ from hybridtron.tasks.base import IGNORED, Sample, TaskError, TextTokens, TokenT
 class MultiQueryRecall(TokenTask):
     """The MQAR task.
 
-    pairs        k, the number of keys
+    pairs        k, how many keys a row has
     vocabulary   V
     power        a, the exponent in the distribution of gaps
     random_rest  fill other positions with random ids, not with 0

@@ -26,7 +26,7 @@ def options_of(task: Task) -> dict[str, object]:
 def named(name: str, settings: Sequence[str] = ()) -> Task:
     """Return a registered task with options set from `NAME=VALUE` strings.
 
-    Raises TaskError for an unknown task, an unknown option, or a value of the wrong type.
+    Raises TaskError for an unknown task, an unknown option, or an invalid value.
     """
     if name not in TASKS:
         raise TaskError(f"there is no task {name}{did_you_mean(name, TASKS)}; `hybridtron tasks list` names all")
@@ -60,12 +60,12 @@ def _option(setting: str) -> str:
 
 
 def members(names: Sequence[str]) -> list[str]:
-    """Replace groups by the names of their tasks; each task is listed once."""
+    """Replace groups by their tasks' names; each task is listed once."""
     return list(dict.fromkeys(member for name in names for member in GROUPS.get(name, (name,))))
 
 
 def _read(name: str, option: str, text: str, default: object) -> object:
-    """Convert a value to the type of the option's default. Raises TaskError if it can't be, or is too large."""
+    """Convert a value to its option's type. Raises TaskError if it can't be, or is too large."""
     try:
         if isinstance(default, bool):
             return TRUTH[text.lower()]

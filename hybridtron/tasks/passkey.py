@@ -1,4 +1,4 @@
-"""Passkey retrieval with the prompt of Landmark Attention, in samples of exactly `length` tokens.
+"""Passkey retrieval with Landmark Attention's prompt, in samples of exactly `length` tokens.
 
 A sample has five parts, each encoded separately with its leading newline: instruction, filler, key, filler, question.
 The filler is one repeated text, cut to the tokens that the other parts leave. The depth is the fraction of the filler
@@ -34,7 +34,7 @@ MORE = 2  # tokens that an evaluation generates beyond the length of the answer
 class Passkey(Task):
     """Passkey retrieval: a number hidden in filler text.
 
-    digits       number of digits in the key; the first is not 0
+    digits       how many digits the key has; the first is not 0
     depth_steps  sample i has depth (i mod depth_steps) / (depth_steps - 1); 0: drawn uniformly from 0 to 1
     trim         side on which the filler before the key is cut: left or right
     end          string that ends the answer
@@ -108,7 +108,7 @@ def depth_of(index: int, steps: int, random: Random) -> float:
 
 
 def tiled(tokenizer: TextTokens, count: int) -> list[int]:
-    """Return the first `count` tokens of the filler text, repeated with spaces in between."""
+    """Return `count` tokens of the filler text, repeated with spaces in between."""
     tokens = tokenizer.encode(FILLER)
     again = tokenizer.encode(f" {FILLER}")
     while len(tokens) < count:

@@ -1,4 +1,4 @@
-"""English words from the package wonderwords (extra `tasks`), and random sentences made of them.
+"""English words from the package wonderwords (extra `tasks`), and random sentences made from them.
 
 RULER's keys (`adjective-noun`) and word lists are drawn from these words. The sentences are the haystack when there is
 no corpus; they have 8 to 25 words, no digits and no "magic".
@@ -52,7 +52,7 @@ JOINTS = (", and ", ", but ", " because ", ", so ", " although ")
 
 @cache
 def lists() -> dict[str, tuple[str, ...]]:
-    """Return the distinct words of each kind, sorted. Raises TaskError if wonderwords is not installed."""
+    """Return each kind's distinct words, sorted. Raises TaskError if wonderwords is not installed."""
     try:
         from wonderwords import RandomWord
     except ModuleNotFoundError as error:

@@ -6,7 +6,7 @@
 
 For a text task, a line has `prompt`, `completion` and the fields that an evaluation needs. For a task on token ids it
 has `tokens` and `mask`, or `labels` if targets are not the next token. Samples within a file are distinct, and the
-training set has no sample of the evaluation set.
+training set has no sample from the evaluation set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRIES = 20  # maximum number of samples drawn per distinct sample
 
 @dataclass(frozen=True)
 class WrittenSet:
-    """The contents of a set: for each task and length, `evaluation` and `training` are the numbers of samples."""
+    """A set's contents: for each task and length, `evaluation` and `training` are the numbers of samples."""
 
     tasks: tuple[Task, ...]
     lengths: tuple[int, ...]
@@ -38,7 +38,7 @@ class WrittenSet:
     tokenizer: TextTokens
 
     def about(self) -> dict[str, Any]:
-        """Return the contents of set.json."""
+        """Return set.json's contents."""
         return {
             "tokenizer": self.tokenizer.digest,
             "seed": self.seed,

@@ -1,6 +1,6 @@
 """BABILong's prompts: an instruction, examples, and the required answer format.
 
-The wording, misspellings included, is that of the public prompts, except for a stray `<context>` in qa10's examples.
+The wording, misspellings included, follows the public prompts, except for a stray `<context>` in qa10's examples.
 The text and the question follow the prompt.
 """
 

@@ -18,7 +18,7 @@ QUESTIONS = 5  # per story; task 4 has one
 
 @dataclass(frozen=True)
 class Asked:
-    """A question after the first `facts` statements, and its answer. `about` fills the template of the answer."""
+    """A question after the first `facts` statements, and its answer. `about` fills the answer's template."""
 
     facts: int
     question: str

@@ -75,7 +75,7 @@ class Babilong(FittedTask):
         return 0, max(length // 512, 1)
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """Return the number of words that fit this sample; stories differ too much in length to share one number."""
+        """Return how many words fit this sample; stories differ too much in length to share one number."""
         return 0 if self.essay == "none" else most_units(size, length, *self.steps(length))
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:

@@ -2,7 +2,7 @@
 
 The initial state is drawn uniformly and not shown, so a reader knows a person's place only after a statement about it.
 All actions are valid: people move to another place, take objects that lie where they are, drop or give objects that
-they hold, and give them to people at the same place. The wording is that of the released data set.
+they hold, and give them to people at the same place. The wording follows the released data set.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class World:
         return f"{person} {self.random.choice(MOVE)} the {place}."
 
     def handlings(self, kinds: tuple[str, ...]) -> list[Handling]:
-        """List the actions of these kinds that are valid now."""
+        """List the valid actions of these kinds."""
         found = [
             Handling("get", person, one)
             for one, place in self.lies.items()

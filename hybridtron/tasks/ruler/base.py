@@ -1,4 +1,4 @@
-"""The base class of RULER's tasks: metric, shuffling and lists.
+"""The base class for RULER's tasks: metric, shuffling and lists.
 
 Templates, rules and metrics follow the public generator. `faithful=true` also reproduces its accidents: texts grow in
 steps of 500 words or 25 lines, and all samples are shuffled alike, so that facts are at the same positions.

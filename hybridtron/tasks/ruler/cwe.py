@@ -1,4 +1,4 @@
-"""RULER's common words: find the 10 most frequent words of a numbered list. The prompt begins with a solved example.
+"""RULER's common words: find the 10 most frequent words in a numbered list. The prompt begins with a solved example.
 
 In the large setting common words appear 30 times, others 3 times (example: 40 words, 10 and 3 times); in the small one
 6 times and once (example: 20 words, 3 times and once). The public generator takes the small setting below a length of
@@ -61,7 +61,7 @@ class CommonWords(RulerTask):
             raise TaskError(f"{self.name}: setting={self.setting}: is auto, {' or '.join(REPEATS)}")
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """Return the number of words with which a sample starts: fitted for each sample, unless `faithful`.
+        """Return how many distinct words a sample has at first: fitted for each sample, unless `faithful`.
 
         Words are repeated up to 30 times, so lists with equally many words differ by hundreds of letters.
         """

@@ -1,6 +1,6 @@
 """RULER's frequent words: find the three most frequent coded words, whose frequencies follow a zeta distribution.
 
-In a text of N words, the word of rank k appears floor(N k^-2 / zeta(2)) times. Rank 1 is written as dots, which the
+In a text with N words, the word at rank k appears floor(N k^-2 / zeta(2)) times. Rank 1 is written as dots, which the
 question excludes; the answer is ranks 2 to 4. There are (length - 50) // 50 different words, each 6 random letters.
 """
 

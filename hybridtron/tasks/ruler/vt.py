@@ -37,9 +37,9 @@ MOST_LINKS = 2**10
 
 @dataclass(frozen=True)
 class Drawn:
-    """The hidden content of one text: each chain's variables and value, and the line before which each assignment is.
+    """One text's hidden content: each chain's variables and value, and the line before which each assignment is.
 
-    `lines` is the number of noise lines.
+    `lines` counts the noise lines.
     """
 
     names: list[list[str]]

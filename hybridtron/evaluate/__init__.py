@@ -1,1 +1,1 @@
-"""What a trained model does: tasks, perplexity and the instruments of length, with results that say how they came."""
+"""Evaluation of trained models: tasks, perplexity and length instruments, with the conditions of each measurement."""

@@ -1,7 +1,8 @@
-"""Samples of tasks, asked of a model: a text task's answer is generated greedily and scored by the task's metrics.
+"""Asks a model the samples of tasks, and scores its answers.
 
-Only the continuation is scored. It has as many tokens as the sample says, unless the text ends before; there are no
-stop strings and no BOS. Tasks on token ids are scored teacher-forced: the likeliest token at each position that counts.
+A text task's answer is generated greedily and scored by the task's metrics. Only the continuation is scored. It has as
+many tokens as the sample specifies, unless the text ends before; there are no stop strings and no BOS. Tasks on token
+ids are scored teacher-forced: the likeliest token at each scored position is compared with the right one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hybridtron.model.text import TextOfRow, write
 from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.tasks.base import Sample, TextTokens, TokenTask
 
-SHOWN = 240  # characters of a prompt's end that are stored
+SHOWN = 240  # characters stored from the end of a prompt
 
 
 def ask(
@@ -32,7 +33,10 @@ def ask(
     batch: int,
     moved: Callable[[int, int], object],
 ) -> None:
-    """Every sample that is not recorded yet. Replicas of the model are given its batches in turn."""
+    """Ask all samples that are not recorded yet, and record the answers. Model replicas take batches in turn.
+
+    `moved` is called with the tokens asked so far and in total. All processes call this together.
+    """
     missing = {cell: [i for i in range(cell.samples) if cell.key(i) not in records] for cell in cells}
     total = sum(cell.length * len(indices) for cell, indices in missing.items())
     done = 0
@@ -46,7 +50,10 @@ def ask(
 
 
 def everyone(model: Served, own: list[Line]) -> list[Line]:
-    """The lines of all replicas, in order; the ranks of one replica have the same."""
+    """Gather the lines from all replicas, sorted by index.
+
+    All ranks within a replica have the same lines, which are kept once.
+    """
     if model.alone:
         return own
     lines = {line["key"]: line for lines in all_gather_values(own) for line in lines}
@@ -54,7 +61,7 @@ def everyone(model: Served, own: list[Line]) -> list[Line]:
 
 
 def answered(model: Served, cell: Cell, indices: Sequence[int], tokens: TextTokens) -> list[Line]:
-    """The lines of a batch."""
+    """Ask one batch and return its lines."""
     samples = [cell.task.sample(cell.seed, index, tokens, cell.length) for index in indices]
     if isinstance(cell.task, TokenTask):
         return forced(model, cell, cell.task, samples)
@@ -62,7 +69,7 @@ def answered(model: Served, cell: Cell, indices: Sequence[int], tokens: TextToke
 
 
 def generated(model: Served, samples: Sequence[Sample], tokens: TextTokens) -> list[TextOfRow]:
-    """What the model writes after each prompt."""
+    """Generate the model's continuation of each prompt."""
     prompts = [list(sample.prompt_tokens) for sample in samples]
     texts = [
         TextOfRow(tokens.decode, sample.generate, prompt, ends=[model.end])
@@ -74,14 +81,17 @@ def generated(model: Served, samples: Sequence[Sample], tokens: TextTokens) -> l
 
 
 def line_of(cell: Cell, sample: Sample, text: TextOfRow) -> Line:
-    """What is recorded of a generated answer."""
+    """Score a generated answer and return its line for the records."""
     scored = cell.task.score(sample, text.text)
     line = _line(cell, sample, scored)
     return line | {"asked": sample.prompt[-SHOWN:], "wanted": sample.answer, "written": text.text, "ended": text.ended}
 
 
 def forced(model: Served, cell: Cell, task: TokenTask, samples: Sequence[Sample]) -> list[Line]:
-    """The likeliest token at each position, given all right ones before; those of one length are read together."""
+    """Score samples teacher-forced: predict each position given all right tokens before it.
+
+    Samples with equal length are read together.
+    """
     found: dict[int, Line] = {}
     for length in dict.fromkeys(len(sample.tokens) for sample in samples):
         together = [sample for sample in samples if len(sample.tokens) == length]
@@ -93,7 +103,7 @@ def forced(model: Served, cell: Cell, task: TokenTask, samples: Sequence[Sample]
 
 
 def forced_line(cell: Cell, task: TokenTask, sample: Sample, predicted: list[int]) -> Line:
-    """What is recorded of an answer that was scored at each position."""
+    """Score teacher-forced predictions and return their line for the records."""
     line = _line(cell, sample, task.score_tokens(sample, predicted))
     scored = [place for place, target in enumerate(sample.targets()) if task.is_scored(target)]
     wanted = " ".join(str(sample.targets()[place]) for place in scored)
@@ -102,6 +112,7 @@ def forced_line(cell: Cell, task: TokenTask, sample: Sample, predicted: list[int
 
 
 def _line(cell: Cell, sample: Sample, metrics: dict[str, float]) -> Line:
+    """Return a line's fields that do not depend on how it was scored."""
     about: dict[str, Any] = {"key": cell.key(sample.index), "task": cell.label, "length": cell.length}
     about |= {"seed": cell.seed, "index": sample.index, "prompt_tokens": len(sample.prompt_tokens), "metrics": metrics}
     return about | ({"depth": sample.meta["depth"]} if "depth" in sample.meta else {})

@@ -1,6 +1,6 @@
-"""Conversations with a checkpoint's model, written by the chat template that it was trained with.
+"""Conversations with a checkpoint's model, formatted by the chat template that it was trained with.
 
-An answer ends where the template ends a turn: with a special token, or with words; and where a text ends.
+An answer ends where a text ends, or where the template ends a turn: with a special token, or with words.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Chat:
-    """The template of a checkpoint, and its tokenizer."""
+    """A checkpoint's chat template and tokenizer."""
 
     folder: Path
     template: ChatTemplate
@@ -30,7 +30,7 @@ class Chat:
 
     @staticmethod
     def of(folder: Path) -> Chat:
-        """Unusable where a checkpoint has no template."""
+        """Load both from a checkpoint. Raises Unusable if it has no template."""
         checkpoint, _ = opened(folder)
         if (stored := checkpoint.meta.data.get(CHAT)) is None:
             cure = "data that is prepared with --learn messages brings one, and so does an imported folder"
@@ -40,7 +40,10 @@ class Chat:
         return Chat(folder, replace(ChatTemplate.of_stored(stored), special=frozenset(special)), tokenizer)
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """The tokens before the next answer, as data is prepared: what is special is written by the template alone."""
+        """Return the tokens before the next answer, encoded as in prepared data.
+
+        Only the template writes special tokens.
+        """
         try:
             text = self.template.question(messages)
         except ValueError as error:
@@ -48,7 +51,7 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def ends(self, messages: list[Message]) -> tuple[list[int], list[str]]:
-        """What ends the next answer: a special token, or words."""
+        """Return the tokens and the texts that end the next answer: one special token, one text, or neither."""
         try:
             behind = self.template.behind_answer(messages).strip()
         except ValueError as error:
@@ -60,8 +63,10 @@ class Chat:
 
 
 def user(text: str) -> Message:
+    """Return a message from the user."""
     return {"role": "user", "content": text}
 
 
 def assistant(text: str) -> Message:
+    """Return a message from the model."""
     return {"role": ASSISTANT, "content": text}

@@ -1,22 +1,22 @@
-"""How widely layers look, as entropies in nats (Samba, appendix C and Figure 5).
+"""Entropies in nats that show how widely layers look (Samba, appendix C and Figure 5).
 
     attention   mean over rows, heads and the last queries i of   -sum_j a_ij log a_ij,   a_ij = softmax of s_ij over j
     selection   mean over rows and channels (Mamba-2: heads) of   -sum_t d_t log d_t,     d_t = delta_t / S
 
-with the scores s_ij = q_i . k_j / sqrt(K) of the keys that a query sees, and the step sizes delta_t of a scan, whose
-sum over a row is S. Neither needs weights: as log a_ij = s_ij - lse_i and log d_t = log delta_t - log S,
+with the scores s_ij = q_i . k_j / sqrt(K) of the keys that a query sees, and a scan's step sizes delta_t, whose sum
+over a row is S. Neither needs the weights themselves: as log a_ij = s_ij - lse_i and log d_t = log delta_t - log S,
 
     -sum_j a_ij log a_ij = lse_i - sum_j a_ij s_ij,       -sum_t d_t log d_t = log S - (sum_t delta_t log delta_t) / S
 
-Scores are made for some queries at a time, and step sizes are added up. An entropy is 0 where one key or token is all
-that counts, and at most that of a uniform choice, the log of how many there are; that is given beside it.
+Scores are computed for some queries at a time, and step sizes are accumulated. An entropy is 0 if only one key or token
+counts. At most it is the log of the number of keys or tokens (a uniform choice); this bound is reported too.
 
-What mixers hand to their ops is observed, so that a model is read as ever, under any layout. Ranks that divide the
-tokens of rows observe their shares, and what all of them have seen is added up. Texts of
-GSM8K, of which Samba's figure is, are not here: rows are held-out text.
+The ops' inputs are observed while the model reads as usual, so this works under any layout. Ranks that divide rows
+observe their sequence shards, and their sums are added. Samba's figure uses texts from GSM8K; here rows are held-out
+text.
 
-Legend: B rows, L tokens of a chunk, H query heads, G key/value heads, A query heads of a group, K head size, S keys,
-Q queries, E channels or heads of a scan.
+Legend: B rows, L tokens of a chunk, H query heads, G key/value heads, A query heads of a group, K head size, S keys, Q
+queries, E channels or heads of a scan.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from hybridtron.ops.span.reference import chosen_table, chunk_spans
 from hybridtron.ops.ssd import SSDInputs
 from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup, tensors_of_all_shares
 
-SCORES = 2**24  # that exist at a time
-QUERIES = 256  # the last ones of a row, whose attention is looked at
+SCORES = 2**24  # largest number of scores in memory at a time
+QUERIES = 256  # number of last queries in a row whose attention is measured
 
 KINDS = ("attention", "selection")
 
 
 class Entropy(NamedTuple):
-    """Of a layer: its mean over heads or channels, the least and the greatest of them, and the mean upper bound."""
+    """A layer's mean entropy over heads or channels, the smallest and largest one, and the mean upper bound."""
 
     layer: int
     kind: str
@@ -64,14 +64,14 @@ class Entropy(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """Entropies of queries, and how many keys each sees."""
+    """Entropies by query, and the number of keys that each query sees."""
 
     entropy_BHQ: Tensor
     keys_BHQ: Tensor
 
 
 def attention_entropy(inputs: AttentionInputs, first: int) -> Looked:
-    """Of the queries from place `first` of the chunk on."""
+    """Compute attention's entropies for the chunk's queries from position `first` on."""
     keys, (batch, length, heads, _) = with_memory(inputs), inputs.q_BLHK.shape
     total = keys.keys_BSGK.shape[1]
     found = []
@@ -85,7 +85,10 @@ def attention_entropy(inputs: AttentionInputs, first: int) -> Looked:
 
 
 def span_entropy(inputs: SpanInputs, first: int) -> Looked:
-    """Of the queries from place `first` of the row on, over their own chunk and the blocks chosen for it."""
+    """Compute span attention's entropies for the row's queries from position `first` on.
+
+    A query sees the keys before it in its own span chunk, and the blocks chosen for that chunk.
+    """
     q_BLHK, k_BSGK, _, cut, chosen = inputs
     batch, length, heads, _ = q_BLHK.shape
     looked = Looked(*(q_BLHK.new_zeros(batch, heads, length, dtype=torch.float64) for _ in range(2)))
@@ -108,33 +111,33 @@ def span_entropy(inputs: SpanInputs, first: int) -> Looked:
 
 
 def _turns(first: int, length: int, scores: int) -> Iterator[tuple[int, int]]:
-    """Queries that are looked at together; each has `scores` in all rows and heads."""
+    """Yield ranges of queries to process together; each query has `scores` scores over all rows and heads."""
     size = max(1, SCORES // scores)
     for start in range(first, length, size):
         yield start, min(start + size, length)
 
 
 def _looked(q_BQHK: Tensor, k_BSGK: Tensor, visible_BGAQS: Tensor) -> Looked:
-    """Of a few queries."""
+    """Compute the entropies for a few queries."""
     q_BQGAK = at_least_fp32(q_BQHK).unflatten(2, (k_BSGK.shape[2], -1))
     scores_BGAQS = torch.einsum("bqgak,bsgk->bgaqs", q_BQGAK, at_least_fp32(k_BSGK)) * q_BQHK.shape[-1] ** -0.5
     lse_BGAQ1 = scores_BGAQS.masked_fill(~visible_BGAQS, -torch.inf).logsumexp(-1, keepdim=True)
     weights = torch.where(visible_BGAQS, (scores_BGAQS - lse_BGAQ1).exp(), 0.0)
-    entropy_BGAQ = (lse_BGAQ1[..., 0] - (weights * scores_BGAQS).sum(-1)).clamp_min(0)  # rounding may go below 0
+    entropy_BGAQ = (lse_BGAQ1[..., 0] - (weights * scores_BGAQS).sum(-1)).clamp_min(0)  # rounding may make it negative
     keys_BGAQ = visible_BGAQS.sum(-1).expand_as(entropy_BGAQ)
     return Looked(*(x.flatten(1, 2).double() for x in (entropy_BGAQ, keys_BGAQ)))
 
 
 @dataclass
 class Attending:
-    """Adds up what a layer of attention looks at with the queries from place `first` of the rows on."""
+    """Accumulates a layer's attention entropies, for queries from position `first` in the rows on."""
 
     first: int
     read: int = 0
-    sums: dict[int, Tensor] = field(default_factory=dict)  # heads of each shift: entropy, bound, queries
+    sums: dict[int, Tensor] = field(default_factory=dict)  # by shift, (heads, 3): entropy, bound, queries
 
     def add(self, inputs: AttentionInputs | SpanInputs, share: RowShare | None = None, counts: bool = True) -> None:
-        """What is not to count was read all the same."""
+        """Add a chunk, or its sequence shard. Without `counts`, only update the number of tokens read."""
         length = inputs.q_BLHK.shape[1]
         if isinstance(inputs, SpanInputs):
             seen = inputs.cut.segments[0].seen
@@ -147,6 +150,7 @@ class Attending:
         self.read += length if share is None else length * share.size
 
     def _add(self, shift: int, looked: Looked) -> None:
+        """Add each head's sums over rows and queries."""
         entropy_BHQ, keys_BHQ = looked
         ones = torch.ones_like(entropy_BHQ)
         sums_H3 = torch.stack([x.sum((0, 2)) for x in (entropy_BHQ, keys_BHQ.log(), ones)], dim=1)
@@ -157,24 +161,25 @@ class Attending:
         return {str(shift): sums_H3 for shift, sums_H3 in self.sums.items()}
 
     def with_tensors(self, found: Mapping[str, Tensor]) -> Attending:
-        """Replace its own sums by those over ranks."""
+        """Return a copy that has sums over all ranks instead."""
         return replace(self, sums={int(shift): sums_H3 for shift, sums_H3 in found.items()})
 
     def means(self) -> Tensor:
-        """Entropy, bound and kind of each head, (H, 3)."""
+        """Return each head's entropy, bound and kind, (H, 3)."""
         sums_H3 = torch.cat(list(self.sums.values()))
         return torch.cat([sums_H3[:, :2] / sums_H3[:, 2:], torch.zeros_like(sums_H3[:, :1])], dim=1)
 
 
 @dataclass
 class Selecting:
-    """Adds up the step sizes of a scan."""
+    """Accumulates the step sizes in a layer's scan."""
 
     tokens: int = 0
     sum_BE: Tensor | float = 0.0
     logs_BE: Tensor | float = 0.0
 
     def add(self, inputs: ScanInputs | SSDInputs) -> None:
+        """Add a chunk's step sizes."""
         bias = inputs.dt_bias_E if isinstance(inputs, ScanInputs) else inputs.dt_bias_H
         delta_BLE = step_sizes(inputs[1], bias).double()
         self.tokens += delta_BLE.shape[1]
@@ -187,11 +192,11 @@ class Selecting:
         return {"tokens": torch.tensor(self.tokens), **sums}
 
     def with_tensors(self, found: Mapping[str, Tensor]) -> Selecting:
-        """Replace its own sums by those over ranks."""
+        """Return a copy that has sums over all ranks instead."""
         return Selecting(int(found["tokens"]), found["sum"], found["logs"])
 
     def means(self) -> Tensor:
-        """Entropy, bound and kind of each channel, (E, 3)."""
+        """Return each channel's entropy, bound and kind, (E, 3)."""
         sum_BE = torch.as_tensor(self.sum_BE)
         entropy_E = (sum_BE.log() - self.logs_BE / sum_BE).clamp_min(0).mean(0)
         bound_E = torch.full_like(entropy_E, math.log(self.tokens))
@@ -203,7 +208,7 @@ Observed = TypeVar("Observed", Attending, Selecting)
 
 @dataclass
 class Looking:
-    """What layers look at while a model reads, by the layer whose mixer calls an op."""
+    """Observes a model's ops while it reads, and accumulates entropies by layer."""
 
     first: int
     context: ContextGroup = WHOLE_ROWS
@@ -214,10 +219,15 @@ class Looking:
     selecting: dict[int, Selecting] = field(default_factory=dict)
 
     def enter(self, layer: int, mixer: Mixer, arguments: tuple[Tensor, State | None, SeqInfo]) -> None:
+        """Note which layer's mixer runs next. This is a forward pre-hook on every mixer."""
         self.layer, self.selects, self.share = layer, mixer.selects, arguments[2].share
 
     def observe(self, op: Op[Any, Any], inputs: Any) -> None:
-        """What all ranks read alike counts on the last one. A scan of a share runs from zeros before it counts."""
+        """Add an op's inputs to its layer's sums.
+
+        Inputs that all ranks read alike count only on the last rank. Under context parallelism a scan runs twice over
+        its shard: first from zeros, which does not count, and then from its initial state.
+        """
         counts = self.share is not None or self.context.rank == self.context.size - 1
         if isinstance(inputs, AttentionInputs | SpanInputs):
             self.attending.setdefault(self.layer, Attending(self.first)).add(inputs, self.share, counts)
@@ -228,12 +238,12 @@ class Looking:
                 seen.add(inputs)
 
     def of_all_shares(self) -> dict[int, Tensor]:
-        """Entropy, bound and kind by layer, of whole rows."""
+        """Return entropy, bound and kind by layer, over full rows."""
         return _means(self.attending, self.context) | _means(self.selecting, self.context)
 
 
 def _means(seen: Mapping[int, Observed], context: ContextGroup) -> dict[int, Tensor]:
-    """Means by layer of what the ranks of a row have seen together."""
+    """Sum over the ranks that share the rows, and return means by layer."""
     named = {f"{layer} {name}": tensor for layer, one in seen.items() for name, tensor in one.tensors().items()}
     total: dict[int, dict[str, Tensor]] = {layer: {} for layer in seen}
     for share in tensors_of_all_shares(named, context):
@@ -247,7 +257,7 @@ def _means(seen: Mapping[int, Observed], context: ContextGroup) -> dict[int, Ten
 def entropies(
     model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance = unheard, queries: int = QUERIES
 ) -> list[Entropy]:
-    """Of every layer that attends or scans; all ranks of the model call this together."""
+    """Measure every layer with attention or a selecting scan. The model's ranks call this together."""
     looking = Looking(max(0, tokens_BL.shape[1] - queries), model.context)
     with ExitStack() as stack, torch.no_grad():
         for index, mixer in _mixers(model.parts):
@@ -258,12 +268,14 @@ def entropies(
 
 
 def _mixers(parts: Sequence[Any]) -> Iterator[tuple[int, nn.Module]]:
+    """Yield each layer's index and mixer."""
     for part in parts:
         for index, layer in part.layers.items():
             yield int(index), layer.mixer
 
 
 def _of_layer(layer: int, means_H3: Tensor) -> Entropy:
+    """Summarize the entropies over a layer's heads or channels."""
     entropy_H, bound_H, kind_H = means_H3.T
     least, greatest = entropy_H.aminmax()
     kind = KINDS[int(kind_H[0])]

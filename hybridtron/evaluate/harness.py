@@ -1,10 +1,10 @@
 """lm-evaluation-harness on a checkpoint's model, without an export, under any layout.
 
-Tasks, prompts and metrics are the harness', the model behind them is ours. Requests are read as its class `hf` reads
-them with the exported folder: special tokens as the tokenizer adds them, the end of a text where a context is empty. Of
-what is longer than `max_length` the beginning is left out, which is counted and said; by default it is the length that
-an export names. A chat is written by the template that the model was trained with. All ranks see all requests, and
-replicas of the model take batches in turn. Every result is recorded, so that an evaluation that was killed continues.
+Tasks, prompts and metrics are the harness's own. Requests are encoded like its class `hf` encodes them for an exported
+folder: with the special tokens that the tokenizer adds, and an end-of-text token as an empty context. Requests longer
+than `max_length` lose their beginning; this is counted and reported. By default `max_length` is the length that an
+export would state. Chats are formatted by the template that the model was trained with. All ranks get all requests, and
+model replicas take batches in turn. Every result is recorded, so that a killed evaluation can continue.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from hybridtron.model.text import TextOfRow, write
 from hybridtron.problems import Unusable, did_you_mean
 
 VERSION = lm_eval.__version__
-SEEDS = (0, 1234)  # the harness' own: of Python, and of numpy and examples in prompts
-RESAMPLED = 1000  # times, for the standard errors of what is no mean
+SEEDS = (0, 1234)  # the harness's defaults: for Python, and for numpy and the examples in prompts
+RESAMPLED = 1000  # bootstrap samples, for standard errors of metrics that are not means
 Moved = Callable[[int, int], object]
 Loaded = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of which the last `scored` are scored, or a prompt that is continued by at most `most` tokens."""
+    """Tokens whose last `scored` tokens are scored, or a prompt to continue by at most `most` tokens."""
 
     tokens: tuple[int, ...]
     scored: int = 0
@@ -60,9 +60,9 @@ class Request:
 
 
 class HarnessModel(TemplateLM):
-    """A checkpoint's model as the harness calls it.
+    """A checkpoint's model behind the harness's interface.
 
-    `cut` counts the requests whose beginning was left out, `without_system` the chats whose system prompt was.
+    `cut` counts requests that lost their beginning, `without_system` chats whose system prompt was removed.
     """
 
     def __init__(
@@ -75,13 +75,14 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The token that ends a text. Raises Unusable if the checkpoint does not name one."""
         if self.model.end is None:
             raise Unusable(f"{self.model.folder} does not say which token ends a text, which the harness begins with")
         return self.model.end
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text: the bos of a chat template, as in an export, or the end of the text before."""
+        """The token before a text: the chat template's BOS, as in an export, or else the end-of-text token."""
         name = "" if self.chat is None else dict(self.chat.tokens).get("bos_token", "")
         bos = self.model.tokenizer.token_to_id(name)
         return self.eot_token_id if bos is None else bos
@@ -91,7 +92,8 @@ class HarnessModel(TemplateLM):
         return str(self.model.folder)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        assert self.chat is not None  # or no chat is asked for
+        """Format a chat. System messages are removed, and the chat counted, if the template does not accept them."""
+        assert self.chat is not None  # tasks in chats are only asked if there is a template
         try:
             return self.chat.prompt(chat_history, continued=not add_generation_prompt)
         except ValueError as error:
@@ -102,6 +104,7 @@ class HarnessModel(TemplateLM):
             return self.apply_chat_template(rest, add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Encode a text. By default special tokens are added unless the text already begins with the prefix token."""
         if add_special_tokens is None:
             beginning = self.model.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not (beginning and string.startswith(beginning))
@@ -116,6 +119,7 @@ class HarnessModel(TemplateLM):
         return self._scored([(context + continuation, len(continuation)) for _, context, continuation in requests])
 
     def _scored(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Return, for each row, its last tokens' log-likelihood, and True if all are the likeliest."""
         wanted = [Request(self._kept(tokens, self.max_length + 1), scored) for tokens, scored in rows]
         return [(value, bool(greedy)) for value, greedy in self._results(wanted)]
 
@@ -125,7 +129,10 @@ class HarnessModel(TemplateLM):
         return [sum(next(found)[0] for _ in of_text) for of_text in windows]
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], int]]:
-        """Each token once, in windows that have one token in common, from the end of a text on."""
+        """Yield windows that together score each token once.
+
+        The first begins with the prefix token; every other one begins with the last token before it as context.
+        """
         tokens = self.tok_encode(text)
         for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
             context, predicted = make_disjoint_window(pair)
@@ -135,6 +142,7 @@ class HarnessModel(TemplateLM):
         return self._results([self._wanted(*one.args) for one in requests])
 
     def _wanted(self, prompt: str, settings: dict[str, Any]) -> Request:
+        """Build a generation request from a prompt and the harness's settings."""
         settings = dict(normalize_gen_kwargs(settings))
         drawn = settings["do_sample"]
         sampling = GREEDY
@@ -148,11 +156,15 @@ class HarnessModel(TemplateLM):
         return Request(tokens, 0, most, tuple(stop for stop in settings["until"] if stop), sampling)
 
     def _kept(self, tokens: list[int], most: int) -> tuple[int, ...]:
+        """Keep the last `most` tokens, and count a request that is longer."""
         self.cut += len(tokens) > most
         return tuple(tokens[-most:])
 
     def _results(self, requests: Sequence[Request]) -> list[Any]:
-        """In order. What is alike is read together, long rows first: too little memory shows at once."""
+        """Return the requests' results in order; those without a record are read in batches and recorded.
+
+        Requests with equal sampling are batched together, longest first, so that too little memory shows at once.
+        """
         keys = list(_keys(requests))
         missing = [index for index, key in enumerate(keys) if key not in self.records]
         missing.sort(key=lambda index: (repr(requests[index].sampling), -len(requests[index].tokens), index))
@@ -169,6 +181,7 @@ class HarnessModel(TemplateLM):
         return [self.records.lines[key]["result"] for key in keys]
 
     def _read(self, requests: Sequence[Request], rows: Sequence[int]) -> Sequence[Any]:
+        """Score or generate one batch."""
         if requests[0].scored:
             return scored_rows(self.model, [(one.tokens, one.scored) for one in requests])
         decode = self.model.tokenizer.decode
@@ -179,7 +192,7 @@ class HarnessModel(TemplateLM):
 
 
 def _keys(requests: Sequence[Request]) -> Iterator[str]:
-    """What is asked several times, such as a draw, is counted."""
+    """Yield a key for each request. Equal requests, such as repeated draws, are numbered."""
     seen: Counter[str] = Counter()
     for one in requests:
         digest = hashlib.blake2b(repr(one).encode(), digest_size=16).hexdigest()
@@ -188,7 +201,10 @@ def _keys(requests: Sequence[Request]) -> Iterator[str]:
 
 
 def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskManager:
-    """The harness' list of tasks; that of its own, which takes seconds, where one of them is wanted."""
+    """Return the harness's task manager. Raises Unusable for an unknown task.
+
+    Its built-in tasks take seconds to list, which is done only if a wanted task needs it.
+    """
     if include is not None and not include.is_dir():
         raise Unusable(f"--include: there is no folder {include}")
     names = [one.name for one in wanted]
@@ -203,21 +219,21 @@ def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskMana
 
 
 def _manager(include: Path | None, include_defaults: bool) -> TaskManager:
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it says of its own tasks' files
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about its own tasks' files
     return TaskManager(include_path=None if include is None else str(include), include_defaults=include_defaults)
 
 
 def loaded(task: HarnessTask, manager: TaskManager, run_code: bool) -> Loaded | str:
-    """A task with its documents and the settings that are asked for; or why it can't be asked."""
+    """Load a task with its documents and settings; return the reason as a text if it can't be asked."""
     config = OWN_TASKS.get(task.name)
     about = config or manager.task_index[task.name].cfg or {}
     if about.get("unsafe_code") and not run_code:
         return "runs code that the model writes: --run-code allows it, best on a machine with nothing else on it"
     if run_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # asked for by the package that runs it
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by the package that runs the code
     try:
         found: Loaded = dict(manager.load([dict(config) if config else task.name]))
-    except Exception as error:  # whatever a data set, a network and a task's own code run into
+    except Exception as error:  # data sets, networks and a task's own code may raise anything
         path = about.get("dataset_path")
         why = f"{error or type(error).__name__}".splitlines()[0]
         return f"its data set {path} is missing: {why}" if path and path not in why else why
@@ -231,8 +247,8 @@ def loaded(task: HarnessTask, manager: TaskManager, run_code: bool) -> Loaded | 
 
 
 def asked(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | None, run_code: bool) -> dict[str, Any]:
-    """What the harness returns: results, samples, numbers of both."""
-    os.environ["DISABLE_MULTIPROC"] = "1"  # standard errors without processes, beside those of torch
+    """Run the harness on tasks, and return its results, samples and counts."""
+    os.environ["DISABLE_MULTIPROC"] = "1"  # standard errors without worker processes: this process runs torch
     random.seed(SEEDS[0])
     np.random.seed(SEEDS[1])
     found = evaluate(
@@ -244,5 +260,5 @@ def asked(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | None, r
         fewshot_as_multiturn=chat,
         confirm_run_unsafe_code=run_code,
     )
-    assert found is not None  # of rank 0, which all are to the harness
+    assert found is not None  # None is for ranks above 0, but to the harness each is rank 0
     return dict(found)

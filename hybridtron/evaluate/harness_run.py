@@ -1,10 +1,10 @@
-"""An evaluation by lm-evaluation-harness from start to end: tasks are loaded, asked one after the other, and written.
+"""An evaluation by lm-evaluation-harness from start to end: load the tasks, ask them one after another, write results.
 
-    samples.jsonl   a line a request; a killed evaluation continues after the last one
-    results.json    a row for each task and metric, as those of suites; `length` is the number of examples in a prompt
+    samples.jsonl   a line for each request; a killed evaluation continues after the last one
+    results.json    a row for each task and metric, as for suites; `length` is the number of examples in a prompt
     index.html      the same on one page, with answers
 
-A task that can't be asked, mostly for a data set that is not on this machine, is left out with the reason.
+A task that can't be asked, usually because its data set is not on this machine, is left out with the reason.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from hybridtron.train.records import write_whole
 
 @dataclass(frozen=True)
 class HarnessWishes:
-    """Tasks and groups by name; `samples` of each at most; `run_code` whether what the model writes may be run.
+    """The command line's settings for the harness.
 
-    `chat` asks all of them in chats, where a group asks some of them so by itself.
+    `names` are tasks and groups. `samples` is the maximum for each task. With `run_code`, code that the model writes
+    may be run. With `chat` all tasks are asked in chats; without it, only those that a group asks that way.
     """
 
     names: Sequence[str]
@@ -50,14 +51,20 @@ class HarnessWishes:
 
 
 def wanted_tasks(names: Sequence[str], chat: bool = False) -> list[HarnessTask]:
-    """The tasks of groups and by their own names, each once, or once in a chat and once without."""
+    """List the tasks that these names of tasks and groups stand for, without duplicates.
+
+    A task may be in the list twice: in a chat and as plain text.
+    """
     of_names = (HARNESS_GROUPS.get(name, (HarnessTask(name),)) for name in names)
     found = (replace(one, chat=chat or one.chat) for one in chain.from_iterable(of_names))
     return list({(one.name, one.chat): one for one in found}.values())
 
 
 def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar: Bar) -> Evaluated:
-    """Ask what is not recorded yet, and write."""
+    """Evaluate a checkpoint with the harness, and write the results. Recorded requests are not measured again.
+
+    Raises Unusable if no task can be asked. All processes call this together; the first one writes.
+    """
     tasks = wanted_tasks(wishes.names, wishes.chat)
     manager = known_tasks(tasks, wishes.include)
     checkpoint = Checkpoint.open(model.folder)
@@ -92,7 +99,7 @@ def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar:
 
 
 def chat_template(checkpoint: Checkpoint, needed_by: Sequence[str]) -> ChatTemplate | None:
-    """What a model's conversations were written by. Unusable where there is none, and tasks are asked in chats."""
+    """Return the checkpoint's chat template, or None. Raises Unusable if it has none and some tasks need one."""
     if (stored := checkpoint.meta.data.get(CHAT)) is not None:
         return ChatTemplate.of_stored(stored)
     if needed_by:
@@ -103,7 +110,7 @@ def chat_template(checkpoint: Checkpoint, needed_by: Sequence[str]) -> ChatTempl
 
 
 def rows_of_results(results: Mapping[str, Any], chat: bool) -> Iterator[Row]:
-    """Of each task, and of each group of the harness, by metric."""
+    """Yield a row for each metric that the harness reports for a task or group."""
     subtasks = results.get("group_subtasks", {})
     for task, of_task in {**results["results"], **results.get("groups", {})}.items():
         members = [one for one in subtasks.get(task, [task]) if one in results["n-samples"]]
@@ -123,11 +130,12 @@ def rows_of_results(results: Mapping[str, Any], chat: bool) -> Iterator[Row]:
 
 
 def _examples(results: Mapping[str, Any], task: str, chat: bool) -> str:
+    """Describe how many examples a prompt has, in the place of a length."""
     return f"{results['n-shot'].get(task, 0)}-shot" + (" chat" if chat else "")
 
 
 def lines_of_samples(results: Mapping[str, Any], chat: bool) -> Iterator[Line]:
-    """What the page shows of an answer."""
+    """Yield the fields that the page shows for each answer."""
     for task, samples in results.get("samples", {}).items():
         for one in samples:
             metrics = {name: one[name] for name in one["metrics"] if isinstance(one[name], float | int)}

@@ -1,16 +1,16 @@
-"""What lm-evaluation-harness is asked: groups of its tasks with the settings of the papers, and tasks of our own.
+"""Tasks for lm-evaluation-harness: groups of its tasks with papers' settings, and additional tasks.
 
-    samba_short     the 15 tasks of Samba's Tables 1 and 2: 5 examples for MMLU and GSM8K; GSM8K greedily, HumanEval
-                    drawn at temperature 0.2, MBPP and SQuAD at 0.01, of the likeliest tokens with a mass of 0.95
-    samba_instruct  those of its Table 4, in chats: MMLU 5-shot, GSM8K 8-shot with its steps, HumanEval, GovReport,
+    samba_short     15 tasks from Samba's Tables 1 and 2: 5 examples for MMLU and GSM8K; GSM8K is answered greedily;
+                    HumanEval is sampled at temperature 0.2, MBPP and SQuAD at 0.01, all with top-p 0.95
+    samba_instruct  tasks from its Table 4, in chats: MMLU 5-shot, GSM8K 8-shot with its steps, HumanEval, GovReport,
                     SQuALITY
     span_short, span_long, recall   Expansion Span's short tasks, long ones, and its Table 9
     hax_short       HAX's Table 2
     longbench       LongBench, as the harness has it
-    tiny            a few lines of each kind of output, which need no download: whether all of it works
+    tiny            a few lines for each kind of output, without a download, to test that everything works
 
-Tasks of our own: GovReport and SQuALITY, whose prompts no paper states, by ROUGE-L; Qasper and NarrativeQA of SCROLLS
-by F1, as the harness' own need a module that transformers no longer has.
+Additional tasks: GovReport and SQuALITY, whose prompts no paper states, by ROUGE-L; SCROLLS's Qasper and NarrativeQA by
+F1, because the harness's versions need a module that transformers no longer has.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SCROLLS = "zip://{name}/validation.jsonl::https://huggingface.co/datasets/tau/sc
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """One that the harness or `OWN_TASKS` knows; `shots` and `generation` replace what it says of itself.
+    """A task from the harness or from `OWN_TASKS`; `shots` and `generation` override the task's own settings.
 
-    In a `chat` the model's own template writes the prompt, with each example as a question and its answer.
+    With `chat` the model's own chat template formats the prompt, and each example is a question with its answer.
     """
 
     name: str
@@ -42,10 +42,12 @@ class HarnessTask:
 
 
 def _drawn(name: str, temperature: float, chat: bool = False) -> HarnessTask:
+    """Build a task whose answers are sampled with top-p 0.95."""
     return HarnessTask(name, None, {"do_sample": True, "temperature": temperature, "top_p": 0.95}, chat)
 
 
 def _plain(names: str) -> tuple[HarnessTask, ...]:
+    """Build tasks with their own settings from names separated by spaces."""
     return tuple(map(HarnessTask, names.split()))
 
 
@@ -76,7 +78,7 @@ HARNESS_GROUPS: dict[str, tuple[HarnessTask, ...]] = {
 
 
 def rouge_l(document: Document, results: Sequence[str]) -> dict[str, float]:
-    """ROUGE-L (F, stemmed words) of the only answer: of several references the best."""
+    """Score the only answer by ROUGE-L (F-measure on stemmed words) with the best reference."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
@@ -84,17 +86,17 @@ def rouge_l(document: Document, results: Sequence[str]) -> dict[str, float]:
 
 
 def answer_f1(document: Document, results: Sequence[str]) -> dict[str, float]:
-    """Words in common with the answer, of several answers the best."""
+    """Score the only answer by F1 over words, with the best reference."""
     return {"f1": f1(results[0], list(document["references"]))}
 
 
 def with_references(reports: Iterable[Document]) -> Dataset:
-    """A report has one summary."""
+    """Add each report's summary as its only reference."""
     return _dataset([{**one, "references": [one["summary"]]} for one in reports])
 
 
 def questions_of_stories(stories: Iterable[Document]) -> Dataset:
-    """A document for each question of a story, with all that was answered."""
+    """Make a document for each question about a story, with all its answers as references."""
     return _dataset(
         [
             {
@@ -109,7 +111,10 @@ def questions_of_stories(stories: Iterable[Document]) -> Dataset:
 
 
 def questions_of_papers(lines: Iterable[Document]) -> Dataset:
-    """Lines that differ in their answer alone as one; a line's `input` is the question, an empty line and the text."""
+    """Merge lines that differ only in their answer into one document with all answers as references.
+
+    A line's `input` is the question, an empty line, and the text.
+    """
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
         question, _, text = line["input"].partition("\n\n")
@@ -125,16 +130,18 @@ def _dataset(documents: list[dict[str, Any]]) -> Dataset:
 
 
 def _metrics(names: str) -> list[dict[str, Any]]:
+    """Define metrics that are averaged over samples, higher being better, from names separated by spaces."""
     return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names.split()]
 
 
 def _generated(name: str, about: dict[str, Any]) -> dict[str, Any]:
-    """A task whose answers are written greedily and compared with `references`."""
+    """Define a task whose answers are generated and compared with `references`."""
     kind = {"output_type": "generate_until", "doc_to_target": "{{references[0]}}", "num_fewshot": 0}
     return {"task": name, **kind, "metadata": {"version": 1}, **about}
 
 
 def _of_scrolls(name: str) -> dict[str, Any]:
+    """Define the fields for a question-answering task from SCROLLS."""
     return {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"validation": SCROLLS.format(name=name)}},
@@ -148,6 +155,7 @@ def _of_scrolls(name: str) -> dict[str, Any]:
 
 
 def _summary(tokens: int) -> dict[str, Any]:
+    """Define the fields for a summarization task with answers up to this number of tokens."""
     return {
         "test_split": "test",
         "generation_kwargs": {"until": [], "max_gen_toks": tokens, "do_sample": False},
@@ -169,13 +177,13 @@ TINY = [
 
 
 def _tiny(name: str, output_type: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Over the days of a week."""
+    """Define a task about weekdays."""
     kind = {"output_type": output_type, "custom_dataset": tiny_documents, "test_split": "test", "num_fewshot": 0}
     return {"task": name, **kind, "doc_to_text": "The day after {{day}} is", "metadata": {"version": 1}, **about}
 
 
 def tiny_documents(version: int, config_source: str = "") -> dict[str, Dataset]:
-    """What the harness calls for its documents, with a task's metadata."""
+    """Return the tiny tasks' documents. The harness calls this with a task's metadata."""
     return {"test": _dataset(TINY)}
 
 

@@ -1,6 +1,6 @@
-"""Held-out text for a checkpoint: long documents from their start; where none is as long, the split packed end to end.
+"""Held-out text for a checkpoint: the beginnings of long documents, or packed documents if none is long enough.
 
-It must have been prepared with the tokenizer that the checkpoint holds.
+The text must have been prepared with the tokenizer in the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Text:
-    """What is read: rows of length + 1 tokens (B, T), what they are in words, and the model's training length."""
+    """Rows to read with length + 1 tokens (B, T), their description in words, and the model's training length."""
 
     tokens_BT: Tensor
     described: str
@@ -36,14 +36,20 @@ class Text:
 
 
 def trained_model(checkpoint: Path, seq_len: int | None) -> tuple[LanguageModel, Config, int]:
-    """The whole model; the configuration, with the data of the phase that it was written in; the length of its rows."""
+    """Load a checkpoint's full model; return it with its configuration and training length.
+
+    The configuration has the data from the phase in which the checkpoint was written.
+    """
     found, config = opened(checkpoint)
     config, seq_len = as_trained(checkpoint, config, found.meta.step, seq_len)
     return whole_model(found, config), config, seq_len
 
 
 def as_trained(checkpoint: Path, config: Config, step: int, seq_len: int | None) -> tuple[Config, int]:
-    """The configuration with the data of the phase that a step is of, and the length of that phase's rows."""
+    """Return the configuration with the data from a step's phase, and that phase's row length.
+
+    `seq_len` overrides the row length. Raises Unusable for an imported checkpoint if it is None.
+    """
     if phases := resolve(config):
         phase = next((one for one in phases if step <= one.end_step), phases[-1])
         return replace(config, data=phase.data), seq_len or phase.settings.seq_len
@@ -53,7 +59,10 @@ def as_trained(checkpoint: Path, config: Config, step: int, seq_len: int | None)
 
 
 def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None, length: int, rows: int) -> Text:
-    """Rows of held-out text: documents from their start, or the split packed end to end where none is long enough."""
+    """Read held-out rows from the run's data, or from another prepared folder (`path`).
+
+    Raises Unusable if the data is missing, too short, or made with another tokenizer.
+    """
     import torch
 
     from hybridtron.data.folder import FolderError
@@ -76,7 +85,7 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
 
 
 def digest_of_data(data: DataConfig, path: str) -> str:
-    """The digest of other prepared tokens than the run's own."""
+    """Return a prepared folder's digest. Raises Unusable if it can't be opened."""
     from hybridtron.data.folder import FolderError
     from hybridtron.data.mds.opening import open_folder
     from hybridtron.data.sources import cache_options
@@ -88,7 +97,7 @@ def digest_of_data(data: DataConfig, path: str) -> str:
 
 
 def open_sources(data: DataConfig, path: str | None) -> Sources:
-    """What the run read, or all that a folder holds out."""
+    """Open the sources that the run read, or all sources with held-out documents in another prepared folder."""
     from hybridtron.data.mds.opening import open_folder
     from hybridtron.data.mixture_spec import MixtureSource, mixture_of
     from hybridtron.data.sources import Sources, cache_options
@@ -102,7 +111,11 @@ def open_sources(data: DataConfig, path: str | None) -> Sources:
 
 
 def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tuple[list[RowSpans], str]:
-    """At most this number of rows of length + 1 tokens, from the sources in turn, and what they are."""
+    """Choose up to `rows` rows with length + 1 tokens, from the sources in turn, and describe them in words.
+
+    Each row begins a document that is long enough. If there is none, rows are cut from packed documents. Raises
+    Unusable if no source holds out enough tokens for a row.
+    """
     import numpy as np
 
     from hybridtron.data.order.stream import DocumentStream, RowSpans, Span

@@ -1,9 +1,9 @@
-"""What `run.evaluate` asks for: tasks and perplexity of a suite or a file, measured by a run with its own processes.
+"""Evaluation during training (`run.evaluate`): tasks and perplexity of a suite, on the run's own processes.
 
-The model that reads shares its weights with the one that trains, without its FP8, sequence parallelism and
-recomputation: what is found is what `hybridtron evaluate` finds of a checkpoint of that step. It reads from states of
-its own and draws nothing, so that training continues with the same bits. Instruments are left to `hybridtron evaluate`,
-as they write files and no metric.
+The model that reads shares its weights with the one that trains, but not FP8, sequence parallelism and recomputation,
+so results equal those of `hybridtron evaluate` on a checkpoint from that step. It has its own states and draws no
+random numbers: training continues with the same bits as without evaluation. Instruments are left to `hybridtron
+evaluate`, because they write files and no metrics.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from hybridtron.engine.engine import Engine
 
 Result = TypeVar("Result")
-BATCH = 16  # samples, and rows of perplexity, that are read together
+BATCH = 16  # samples or rows that are read together
 
 
 class InTraining:
-    """A run's evaluation by a suite; ConfigError, before anything is trained, where it can't be asked."""
+    """A run's evaluation by a suite.
+
+    Raises ConfigError, before anything is trained, if the suite is faulty.
+    """
 
     def __init__(self, config: Config) -> None:
         assert config.run.evaluate is not None
@@ -42,11 +45,15 @@ class InTraining:
         with_error(lambda: [self._suite(phase.settings.seq_len) for phase in resolve(config)])
 
     def _suite(self, seq_len: int) -> Suite:
+        """Build the suite for a training length, without instruments."""
         asked = {key: value for key, value in named_or_file(self.name).items() if not key.startswith("instrument")}
         return suite_of(asked, seq_len, samples=self.samples)
 
     def begin(self, phase: ResolvedPhase, sources: Sources) -> list[str]:
-        """A phase begins: its samples and rows are tried. What of a suite is left out, with the reason."""
+        """Prepare the evaluation for a phase: make trial samples and read the rows.
+
+        Returns the parts of a named suite that are left out, with reasons. Raises ConfigError.
+        """
         self.phase, self.folder, self.eos = phase, sources.tokenizer_file.parent, sources.eos
         return with_error(self._open)
 
@@ -59,7 +66,10 @@ class InTraining:
         return self.suite.left_out
 
     def measure(self, engine: Engine, step: int, beat: Callable[[str], None]) -> dict[str, float]:
-        """Every metric by task, length and name; all processes call this together."""
+        """Measure everything and return the metrics by task, length and name. All processes call this together.
+
+        `beat` is called with a progress message, which keeps the watchdog from ending the run.
+        """
         groups, config = engine.groups, replace(engine.config, data=self.phase.data)
         tokenizer = read_tokenizer((self.folder / "tokenizer.json").read_bytes())
         place = (groups.data_rank, groups.data_size, groups.is_first, groups.world_size == 1)
@@ -77,7 +87,7 @@ def _beat(beat: Callable[[str], None], step: int, done: int, total: int) -> None
 
 
 def with_error(work: Callable[[], Result]) -> Result:
-    """What can't be asked is a mistake of the configuration."""
+    """Call a function, and turn Unusable into ConfigError for `run.evaluate`."""
     try:
         return work()
     except Unusable as error:
@@ -85,5 +95,5 @@ def with_error(work: Callable[[], Result]) -> Result:
 
 
 def in_training(config: Config) -> InTraining | None:
-    """The evaluation that a run asks for."""
+    """Build the evaluation that a run asks for, or return None."""
     return None if config.run.evaluate is None else InTraining(config)

@@ -1,6 +1,6 @@
-"""The instruments of length generalization (`length.py`) on held-out text: each one's lines, and a table of them.
+"""The instruments of length generalization (`length.py`) applied to held-out text: each writes lines and has a table.
 
-A table is made of the lines alone, so that what was measured before is shown without reading it again.
+A table is computed from the lines alone, so that earlier measurements are shown without reading the text again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from hybridtron.evaluate.held_out import Text
     from hybridtron.model.generate import Reader
 
-STATE_POSITIONS = 64  # at which the states are looked at
-TOLERANCE = 0.02  # by which perplexity may rise beyond the training length
+STATE_POSITIONS = 64  # number of positions at which states are measured
+TOLERANCE = 0.02  # fraction by which perplexity may rise beyond the training length
 Moved = Callable[[int, int], object]
-"""Called with the tokens of a row that were read, and how many there are to read."""
+"""Progress callback: called with the tokens of a row that were read so far, and with their total."""
 
 
 class InstrumentTable(NamedTuple):
-    """Lines of an instrument in short: a title, columns, rows, and a sentence below them."""
+    """An instrument's lines in short: a title, columns, rows, and a sentence below them."""
 
     title: str
     header: tuple[str, ...]
@@ -35,16 +35,16 @@ class InstrumentTable(NamedTuple):
 
 
 class Instrument(NamedTuple):
-    """Measures lines of a text, and shows them as a table, given the training length."""
+    """Two functions: `measure` reads a text and returns lines, `table` shows lines, given the training length."""
 
     measure: Callable[[Reader, Text, int, Moved], Lines]
     table: Callable[[Lines, int], InstrumentTable]
 
 
 def written(name: str, model: Reader, config: Config, text: Text, first: bool, output: Path, moved: Moved) -> bool:
-    """Measure by an instrument; the first process writes its lines and its picture. False: there is nothing to measure.
+    """Measure with an instrument; the first process writes its lines and its picture.
 
-    All ranks of the model call this together.
+    Returns False if there is nothing to measure. The model's ranks call this together.
     """
     from hybridtron.evaluate.length import attention_at_eval, fitting_chunk
 
@@ -60,12 +60,12 @@ def written(name: str, model: Reader, config: Config, text: Text, first: bool, o
 
 
 def table_of(name: str, folder: Path, seq_len: int) -> InstrumentTable:
-    """The table of the lines that an instrument wrote."""
+    """Build the table from the lines that an instrument wrote earlier."""
     return INSTRUMENTS[name].table(read_lines(folder / f"{name}.jsonl"), seq_len)
 
 
 def positions(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
-    """Loss by position, and of the same tokens within the training length."""
+    """Measure loss by position, and again with the context limited to the training length."""
     from hybridtron.evaluate.length import position_losses
     from hybridtron.evaluate.within import losses_within, short_rows
 
@@ -81,7 +81,7 @@ def positions(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
 
 
 def positions_table(lines: Lines, seq_len: int) -> InstrumentTable:
-    """Perplexity by doublings of the training length."""
+    """Show perplexity by doublings of the training length."""
     cells = [
         (f"{one.first} to {one.last}", f"to {one.last / seq_len:.3g}x", f"{one.perplexity:.4g}", f"{one.within:.4g}")
         for one in rises(lines, seq_len)
@@ -96,7 +96,7 @@ def positions_table(lines: Lines, seq_len: int) -> InstrumentTable:
 
 
 class Rise(NamedTuple):
-    """The perplexity of predictions that had `first` to `last` tokens before them, all shown or the nearest alone."""
+    """Perplexity after `first` to `last` tokens: with all, or only the nearest, shown (`within`)."""
 
     first: int
     last: int
@@ -105,7 +105,7 @@ class Rise(NamedTuple):
 
 
 def rises(lines: Lines, seq_len: int) -> list[Rise]:
-    """By doublings of the training length, of what `positions` wrote."""
+    """Compute perplexities by doublings of the training length, from the lines that `positions` wrote."""
     import torch
 
     from hybridtron.evaluate.length import perplexity_bins
@@ -118,27 +118,28 @@ def rises(lines: Lines, seq_len: int) -> list[Rise]:
 
 
 class Verdict(NamedTuple):
-    """The greatest ratio, beyond the training length, of perplexity to that of the same tokens within it."""
+    """The largest ratio between perplexity beyond the training length and with the context limited to it."""
 
     most: float
 
     @property
     def holds(self) -> bool:
+        """True if the ratio is within the tolerance."""
         return self.most <= 1 + TOLERANCE
 
 
 def verdict(lines: Lines, seq_len: int) -> Verdict | None:
-    """Length generalization: no worse beyond the training length than within it, in any doubling.
+    """Decide on length generalization: perplexity must not be worse beyond the training length, in any doubling.
 
-    Buitrago Ruiz & Gu (definition 3.2) ask it of perplexity by position alone, on as much text as makes that level.
-    None where no position is beyond the training length.
+    Buitrago Ruiz & Gu (definition 3.2) require this of perplexity by position alone, on enough text to level out its
+    difficulty. Returns None if no position is beyond the training length.
     """
     beyond = rises(lines, seq_len)[1:] if len(lines) > seq_len else []
     return Verdict(max(one.perplexity / one.within for one in beyond)) if beyond else None
 
 
 def remembrance(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
-    """Effective Remembrance from the far past to the last token."""
+    """Measure Effective Remembrance from the far past to the last token."""
     from hybridtron.evaluate.length import effective_remembrance, remembrance_points
 
     ts = remembrance_points(text.length)
@@ -148,7 +149,7 @@ def remembrance(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
 
 
 def remembrance_table(lines: Lines, seq_len: int) -> InstrumentTable:
-    """The distances by how many tokens are not shown."""
+    """Show the distances by how many tokens are hidden from the model."""
     distances = ("total_variation", "jensen_shannon", "cosine")
     cells = [
         (str(line["t"]), str(line["length"] - line["t"]), *(f"{line[key]:.3g}" for key in distances)) for line in lines
@@ -159,7 +160,7 @@ def remembrance_table(lines: Lines, seq_len: int) -> InstrumentTable:
 
 
 def states(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
-    """Deviations of the states."""
+    """Measure the recurrent states' standard deviation along the row."""
     from hybridtron.evaluate.length import state_deviation
 
     every = max(1, text.length // STATE_POSITIONS)
@@ -168,7 +169,7 @@ def states(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
 
 
 def states_table(lines: Lines, seq_len: int) -> InstrumentTable:
-    """Deviations at the end beside those at the training length."""
+    """Compare deviations at the end with those near the training length."""
     cells = []
     for layer in dict.fromkeys(line["layer"] for line in lines):
         of_layer = [line for line in lines if line["layer"] == layer]
@@ -185,7 +186,7 @@ def states_table(lines: Lines, seq_len: int) -> InstrumentTable:
 
 
 def entropy(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
-    """How widely each layer looks: of attention by the last queries, of a scan by its step sizes."""
+    """Measure how widely each layer looks: attention by its last queries, scans by their step sizes."""
     from hybridtron.evaluate.entropy import entropies
 
     measured = entropies(model, text.tokens_BT[:, :-1], piece, advance(moved, text.length))
@@ -193,7 +194,7 @@ def entropy(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
 
 
 def entropy_table(lines: Lines, seq_len: int) -> InstrumentTable:
-    """Entropies by layer."""
+    """Show entropies by layer."""
     values = ("entropy", "least", "greatest", "bound")
     cells = [(str(line["layer"]), line["kind"], *(f"{line[key]:.3f}" for key in values)) for line in lines]
     title = "entropy: how widely each layer looks, in nats; means over heads or channels"
@@ -202,7 +203,7 @@ def entropy_table(lines: Lines, seq_len: int) -> InstrumentTable:
 
 
 def advance(moved: Moved, tokens: int) -> Callable[[int], None]:
-    """Adds up how many more tokens of every row have been read."""
+    """Return a callback that adds up the tokens read and reports them to `moved`."""
     read = 0
 
     def more(count: int) -> None:

@@ -2,7 +2,7 @@
 
     position-wise perplexity   ppl(t) = exp(mean over rows of -log q(x_t | x_0 ... x_{t-1}))
     Effective Remembrance      EffRem_T(t) = mean over rows of d(q(. | x_0:T), q(. | x_t:T))
-    deviation of the state     the standard deviation of h_t over rows and the entries of a head (a layer without heads)
+    deviation of the state     the standard deviation of h_t over rows and a head's entries (a layer without heads)
 
 with x_t:T the tokens x_t ... x_{T-1}, and d one of
 
@@ -10,9 +10,9 @@ with x_t:T the tokens x_t ... x_{T-1}, and d one of
     Jensen-Shannon distance    sqrt(1/2 KL(p || m) + 1/2 KL(q || m)), m = (p + q) / 2, with logarithms to base 2
     cosine distance            1 - p.q / (|p| |q|)
 
-A row is one stream that starts from zero states, whatever borders of documents lie in it; x_t:T is read as a text of
-its own, whose first token has position 0. Text is fed in chunks with carried states, so memory does not grow with its
-length, but for the keys and values of full and span attention. Not a run's held-out loss, which is `evaluate.py`'s.
+A row is one stream that starts from zero states; document boundaries in it are ignored. x_t:T is read as a separate
+text, whose first token has position 0. Text is read in chunks with carried states, so memory does not grow with its
+length, except for the keys and values in full and span attention. A run's held-out loss is computed in `evaluate.py`.
 
 Letters: B rows, L tokens read, T = L + 1 tokens of a row where each read one has a successor (T tokens read in the
 remembrance, as in the paper), C tokens of a chunk, V vocabulary, X the axes of a state.
@@ -37,18 +37,18 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import States
 from hybridtron.parallel.loss import likeliest, linear_cross_entropy
 
-CHUNK_VALUES = 2**27  # logits of a chunk, over all rows
+CHUNK_VALUES = 2**27  # largest number of logits in a chunk, over all rows
 LONGEST_CHUNK = 2048  # tokens
 
 Advance = Callable[[int], object]
-"""Called after each chunk with how many more tokens of every row have been read."""
+"""Progress callback: called after each chunk with the number of tokens that it has in every row."""
 
 OfLabels = Callable[[Tensor, LanguageModel, Tensor], Tensor]
-"""From labels (C, B), the last stage and what its head reads: (C, B, ...), on every rank of the last stage."""
+"""Computes (C, B, ...) from labels (C, B), the last stage and its head's input, on every rank of that stage."""
 
 
 class Bin(NamedTuple):
-    """The perplexity of the predictions that had `first` to `last` tokens before them."""
+    """Perplexity over predictions with `first` to `last` tokens before them."""
 
     first: int
     last: int
@@ -56,7 +56,7 @@ class Bin(NamedTuple):
 
 
 class Remembrance(NamedTuple):
-    """How far the next token's distribution moves when the model is not shown the first `t` tokens."""
+    """Distances between the next token's distributions with all tokens shown and without the first `t`."""
 
     t: int
     total_variation: float
@@ -65,7 +65,7 @@ class Remembrance(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """Standard deviation of a layer's recurrent state after `position` tokens: one number a head, or one in all."""
+    """A recurrent state's standard deviations after `position` tokens: one per head, or one in all."""
 
     position: int
     layer: int
@@ -82,12 +82,12 @@ def unheard(_: int) -> None:
 
 
 def position_losses(model: Reader, tokens_BT: Tensor, chunk: int, advance: Advance = unheard) -> Tensor:
-    """Mean over rows of -log q, in nats: (L,) in float64 on the CPU, entry i for the prediction after i + 1 tokens."""
+    """Compute the mean over rows of -log q, in nats: (L,) in float64 on the CPU; entry i has i + 1 tokens before it."""
     return token_losses(model, tokens_BT, chunk, advance).mean(1)
 
 
 def token_losses(model: Reader, tokens_BT: Tensor, chunk: int, advance: Advance = unheard) -> Tensor:
-    """-log q of every prediction, in nats: (L, B) in float64 on the CPU."""
+    """Compute -log q for every prediction, in nats: (L, B) in float64 on the CPU."""
     return of_labels(model, tokens_BT, chunk, label_losses, (), advance)
 
 
@@ -95,7 +95,7 @@ def token_losses(model: Reader, tokens_BT: Tensor, chunk: int, advance: Advance 
 def of_labels(
     model: Reader, tokens_BT: Tensor, chunk: int, make: OfLabels, each: tuple[int, ...], advance: Advance = unheard
 ) -> Tensor:
-    """What is made of every token after the first, of shape `each`: (L, B, ...) in float64 on the CPU."""
+    """Apply `make` to every token after the first; results with shape `each` are stacked: (L, B, ...), float64, CPU."""
     labels_LB, dtype = tokens_BT[:, 1:].T, torch.promote_types(model.dtype, torch.float32)
     found = []
 
@@ -114,14 +114,14 @@ def of_labels(
 
 
 def label_losses(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
-    """-log q of labels, from what the last stage's head reads: what a `Finish` makes."""
+    """Compute -log q for labels from the input to the last stage's head, (C, B)."""
     counted_CB = torch.ones_like(labels_CB, dtype=torch.bool)
     return linear_cross_entropy(x_CBD, stage.output_weight(), labels_CB, counted_CB, 0.0, stage.slice.tensor).per_token
 
 
 @torch.no_grad()
 def likeliest_tokens(model: Reader, tokens_BL: Tensor, chunk: int) -> Tensor:
-    """The likeliest next token after each one, given those before: (B, L) on the CPU."""
+    """Return the likeliest next token after each token, given all before it: (B, L) on the CPU."""
     found = []
 
     def wanted(start: int, end: int) -> Finish:
@@ -143,9 +143,9 @@ def _likeliest(stage: LanguageModel, x_CBD: Tensor) -> Tensor:
 
 
 def perplexity_bins(losses_L: Tensor, seq_len: int, per_doubling: int = 1) -> list[Bin]:
-    """Perplexity up to the training length, from there to twice of it, to four times, and so on to the end.
+    """Compute perplexity up to the training length, from there to its double, to four times, and so on to the end.
 
-    With more bins to a doubling, those that would hold no position are left out.
+    With several bins per doubling, empty bins are left out.
     """
     last = len(losses_L)
     grown = (int(seq_len * 2 ** (step / per_doubling)) for step in itertools.count())
@@ -157,15 +157,15 @@ def perplexity_bins(losses_L: Tensor, seq_len: int, per_doubling: int = 1) -> li
 
 
 def remembrance_points(length: int) -> list[int]:
-    """Where to look: at eighths of the length, twice before them, and then ever closer to the end by halves."""
+    """Choose values for t: eighths of the length, two below the first eighth, and ever closer to the end by halves."""
     halves = (length - (length >> power) for power in range(length.bit_length()))
     return sorted({length // 32, length // 16, *(eighth * length // 8 for eighth in range(8)), *halves})
 
 
 def fitting_chunk(model: ModelConfig, rows: int, ranks: int = 1) -> int:
-    """Tokens of a chunk, such that the logits of all rows take half a GiB in fp32 at most, and where chunks may end.
+    """Choose a chunk's length in tokens, so that all rows' logits take at most half a GiB in fp32.
 
-    A power of two, or a multiple of what the model reads in, once at least; on each of the ranks that divide a chunk.
+    It is a multiple of the model's `reads_in`, where chunks may end, for each of the ranks that divide a chunk.
     """
     fits = max(1, CHUNK_VALUES // (rows * model.vocab_size))
     together = architecture(model).reads_in
@@ -174,7 +174,7 @@ def fitting_chunk(model: ModelConfig, rows: int, ranks: int = 1) -> int:
 
 
 def attention_at_eval(model: ModelConfig) -> dict[str, str]:
-    """Which attention each letter of the pattern runs outside training: full, or a window or span with its tokens."""
+    """Describe the attention that each letter runs outside training: full, or a window or span with its size."""
     arch = architecture(model)
     kinds = {letter: spec.attention_at_eval for letter, spec in zip(arch.letters, arch.specs, strict=True)}
     return {letter: kind for letter, kind in kinds.items() if kind is not None}
@@ -184,9 +184,9 @@ def attention_at_eval(model: ModelConfig) -> dict[str, str]:
 def effective_remembrance(
     model: Reader, tokens_BT: Tensor, ts: Sequence[int], chunk: int, advance: Advance = unheard
 ) -> list[Remembrance]:
-    """For each t below T, the mean over rows of how far q(. | x_t:T) is from q(. | x_0:T).
+    """Compute, for each t below T, the distances between q(. | x_t:T) and q(. | x_0:T), averaged over rows.
 
-    Costs a reading of T tokens, and one of T - t for each t above 0.
+    Costs reading T tokens once, and T - t tokens for each t above 0.
     """
     length = tokens_BT.shape[1]
     if wrong := [t for t in ts if not 0 <= t < length]:
@@ -200,8 +200,8 @@ def effective_remembrance(
 
 
 def distances(p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Total variation, Jensen-Shannon distance (base 2) and cosine distance of distributions, each (B,)."""
-    middle_BV = ((p_BV + q_BV) / 2).clamp_min(torch.finfo(p_BV.dtype).tiny)  # where it is 0, both are
+    """Compute total variation, Jensen-Shannon (base 2) and cosine distance between distributions, each (B,)."""
+    middle_BV = ((p_BV + q_BV) / 2).clamp_min(torch.finfo(p_BV.dtype).tiny)  # where it is 0, p and q are too
     divergence_B = sum(torch.xlogy(one_BV, one_BV / middle_BV).sum(-1) / 2 for one_BV in (p_BV, q_BV))
     bits_B = torch.as_tensor(divergence_B).clamp_min(0) / torch.log(p_BV.new_tensor(2.0))  # rounding may go below 0
     cosine_B = torch.cosine_similarity(p_BV, q_BV, dim=-1)
@@ -212,9 +212,9 @@ def distances(p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def state_deviation(
     model: Reader, tokens_BT: Tensor, step: int, chunk: int, advance: Advance = unheard
 ) -> list[Deviation]:
-    """Deviations of every layer with a recurrent state after `step` tokens, twice as many, ...: [] without any layer.
+    """Measure every layer's recurrent state at multiples of `step` tokens; [] if no layer has one.
 
-    Rows are taken together, about their common mean, as fitted noise takes lanes together.
+    Rows are pooled about their common mean, as fitted noise pools lanes.
     """
     length = tokens_BT.shape[1]
     positions = range(step, length + 1, step)
@@ -231,14 +231,14 @@ def state_deviation(
 
 
 def _moments(h_BX: Tensor) -> Tensor:
-    """Mean and variance over rows of each head's entries (B, H, P, N), or each channel's (B, E, N), and its kind."""
+    """Compute mean and variance over rows per head (h: BHPN) or channel (h: BEN), and h's number of axes."""
     over = (0, *range(2, h_BX.dim()))
     variance_H, mean_H = torch.var_mean(h_BX.double(), over, correction=0)
     return torch.stack([mean_H, variance_H, torch.full_like(mean_H, h_BX.dim())], dim=1)
 
 
 def _deviations(moments_H3: Tensor) -> tuple[float, ...]:
-    """Of each head; of all channels together, whose variance is the mean of theirs and the variance of their means."""
+    """Compute each head's deviation, or one for all channels: mean variance within them plus variance between means."""
     mean_H, variance_H, axes_H = moments_H3.T
     if axes_H[0] == 4:
         return tuple(variance_H.sqrt().tolist())
@@ -246,7 +246,7 @@ def _deviations(moments_H3: Tensor) -> tuple[float, ...]:
 
 
 def _next_token(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) -> Tensor:
-    """The distribution of the token that follows the rows, (B, V) in float64."""
+    """Compute the distribution over the token after the rows, (B, V) in float64."""
     batch, length = tokens_BL.shape
     kept: list[Tensor] = []
 
@@ -263,7 +263,7 @@ def _next_token(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) 
 
 
 def read_rows(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) -> None:
-    """For what is seen on the way alone."""
+    """Read the rows without output, for observers of ops."""
     read_chunks(model, tokens_BL, chunk_ends(chunk, tokens_BL.shape[1]), _nothing, lambda *seen: None, advance)
 
 
@@ -272,7 +272,7 @@ def _nothing(start: int, end: int) -> Finish:
 
 
 def chunk_ends(chunk: int, length: int) -> list[int]:
-    """Where chunks of a row end."""
+    """List the positions where a row's chunks end."""
     return [*range(chunk, length, chunk), length]
 
 
@@ -284,9 +284,9 @@ def read_chunks(
     see: Callable[[int, Tensor, States], None],
     advance: Advance,
 ) -> None:
-    """Feed the rows in chunks that end where `ends` say, and show `see` each one's end, what was wanted and the states.
+    """Read the rows in chunks that end at `ends`; call `see` with each chunk's end, its output and the states.
 
-    A callback and no generator, so that what a chunk brought is gone before the next one is read.
+    A callback and not a generator, so that a chunk's output is freed before the next chunk is read.
     """
     states, start = None, 0
     for end in ends:

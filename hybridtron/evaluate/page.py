@@ -1,6 +1,6 @@
-"""One HTML page of an evaluation, or of several side by side: tables, pictures, samples of right and wrong answers.
+"""One HTML page for an evaluation, or for several side by side: tables, pictures, right and wrong answers.
 
-It holds all that it shows: pictures are data URIs, there is no script, and nothing is loaded from anywhere.
+The page is a single file: pictures are data URIs, there is no script, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from html import escape
 from hybridtron.evaluate.records import Line
 from hybridtron.evaluate.results import Evaluated, main_rows, shown
 
-SAMPLES = 2  # of right answers of a task, and of wrong ones
+SAMPLES = 2  # right answers shown for each task, and as many wrong ones
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 table { border-collapse: collapse; margin: .8rem 0 1.6rem; } caption { text-align: left; font-weight: 600; }
@@ -24,7 +24,7 @@ pre { background: #f6f6f6; padding: .5rem .7rem; white-space: pre-wrap; overflow
 
 
 def page(title: str, evaluations: Sequence[Evaluated], pictures: Iterable[tuple[str, bytes]] = ()) -> str:
-    """The page. `pictures` are those of all evaluations together, as PNG."""
+    """Build the page. `pictures` are those that compare all evaluations, as titles with PNG files' contents."""
     parts = [f"<h1>{escape(title)}</h1>", *(image(*one) for one in pictures)]
     if len(evaluations) > 1:
         parts.append(side_by_side(evaluations))
@@ -37,7 +37,7 @@ def page(title: str, evaluations: Sequence[Evaluated], pictures: Iterable[tuple[
 
 
 def of_one(one: Evaluated) -> list[str]:
-    """The section of a checkpoint."""
+    """Build one checkpoint's section."""
     about = "; ".join(f"{key}: {_worded(value)}" for key, value in one.about.items())
     parts = [f'<p class="about">{escape(about)}</p>']
     if one.rows:
@@ -53,11 +53,12 @@ def of_one(one: Evaluated) -> list[str]:
 
 
 def _worded(value: object) -> str:
+    """Write a condition's value as text."""
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 def side_by_side(evaluations: Sequence[Evaluated]) -> str:
-    """The first metric of each task, a column for each run."""
+    """Build a table with each task's first metric, and a column for each run."""
     of_runs = [main_rows(one.rows) for one in evaluations]
     places = dict.fromkeys((task, row["length"]) for tasks in of_runs for task, rows in tasks.items() for row in rows)
     cells = []
@@ -68,7 +69,7 @@ def side_by_side(evaluations: Sequence[Evaluated]) -> str:
 
 
 def samples(lines: Sequence[Line]) -> list[str]:
-    """Of each task a few answers that are right by its first metric, and a few that are not."""
+    """Show a few answers for each task that are right by its first metric, and a few others."""
     by_task: dict[str, list[Line]] = {}
     for line in lines:
         if "metrics" in line:
@@ -86,6 +87,7 @@ def samples(lines: Sequence[Line]) -> list[str]:
 
 
 def table(caption: str, header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
+    """Build a table."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
@@ -93,6 +95,7 @@ def table(caption: str, header: Sequence[str], cells: Iterable[Sequence[str]]) -
 
 
 def image(title: str, png: bytes) -> str:
+    """Build a picture with its caption."""
     source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     title = escape(title)
     return f'<figure><figcaption>{title}</figcaption><img alt="{title}" src="{source}"></figure>'

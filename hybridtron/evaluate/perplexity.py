@@ -1,9 +1,10 @@
-"""Perplexity of held-out text, by length, and in windows that slide; nats per token and bits per byte.
+"""Perplexity of held-out text, by length or in sliding windows; nats per token and bits per byte.
 
     perplexity = exp(sum of -log q / tokens),   bits per byte = sum of -log2 q / bytes
 
-Each row or window starts from zero states and has no BOS; its first token is not predicted. The end of a document is
-predicted and counted as a token; it has no bytes. Bits per byte compare models of different tokenizers.
+Each row or window starts from zero states and has no BOS; its first token is not predicted. The token that ends a
+document is predicted and counted as a token, with no bytes. Models with different tokenizers can be compared by bits
+per byte.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from hybridtron.evaluate.suites import PerplexityOf
 
 
 def rows_of(folder: Path, data: DataConfig, wanted: PerplexityOf, seq_len: int, path: str | None) -> tuple[Tensor, str]:
-    """The rows or windows, (B, length + 1), and what they are; windows are cut from the split packed end to end."""
+    """Read the rows or windows, (B, length + 1), and describe them in words.
+
+    Windows are cut from one long row.
+    """
     if not wanted.stride:
         text = read_text(folder, data, seq_len, path, wanted.length, wanted.count)
         return text.tokens_BT, text.described
@@ -35,7 +39,10 @@ def rows_of(folder: Path, data: DataConfig, wanted: PerplexityOf, seq_len: int, 
 def measure(
     model: Served, wanted: PerplexityOf, rows_BT: Tensor, described: str, records: Lines, batch: int, moved: Callable
 ) -> None:
-    """Every row that is not recorded yet."""
+    """Score all rows that are not recorded yet, and record them. Model replicas take batches in turn.
+
+    `moved` is called with the rows scored so far and in total.
+    """
     missing = [index for index in range(len(rows_BT)) if wanted.key(index) not in records]
     for first in range(0, len(missing), batch * model.replicas):
         together = missing[first : first + batch * model.replicas]
@@ -46,7 +53,7 @@ def measure(
 
 
 def scored(model: Served, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequence[int], described: str) -> list[Line]:
-    """The lines of a batch."""
+    """Score a batch and return its lines: nats, tokens and bytes in each row's scored part."""
     tokens_BT = rows_BT[list(indices)]
     chunk = fitting_chunk(model.config.model, len(indices), model.read.context.size)
     losses_LB = token_losses(model.read, tokens_BT, chunk)

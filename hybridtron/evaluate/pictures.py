@@ -1,4 +1,4 @@
-"""The pictures of `hybridtron evaluate`: one for each instrument, from the lines that it wrote."""
+"""The pictures of `hybridtron evaluate`, drawn with matplotlib from recorded lines and rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Lines = list[dict[str, Any]]
 
 
 def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
-    """The picture of an instrument, with a dashed line where the training length is."""
+    """Draw an instrument's picture, with a dashed line at the training length."""
     if name == "entropy":
         entropy_curves({"measured": lines}, output)
         return
@@ -28,7 +28,7 @@ def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
 
 
 def require_format(output: Path) -> None:
-    """Raise Unusable for a file whose ending is no format of matplotlib's, before anything is computed for it."""
+    """Raise Unusable for a file ending that matplotlib can't write; called before anything is computed."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     if (ending := output.suffix.removeprefix(".")) not in FigureCanvasBase.filetypes:
@@ -38,7 +38,7 @@ def require_format(output: Path) -> None:
 
 @contextmanager
 def picture(output: Path, height: float = 4.5) -> Iterator[Axes]:
-    """What is drawn inside, as a file."""
+    """Yield axes to draw on, and write them to a file when the block ends."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, height), dpi=120, layout="constrained")
@@ -51,7 +51,7 @@ def picture(output: Path, height: float = 4.5) -> Iterator[Axes]:
 
 
 def draw_positions(axes: Axes, lines: Lines) -> None:
-    """Every position faintly, and stretches of neighbours, eight to a doubling."""
+    """Draw perplexity by position: every position faintly, and means over neighbours, eight bins per doubling."""
     import torch
 
     from hybridtron.evaluate.length import perplexity_bins
@@ -69,7 +69,7 @@ def draw_positions(axes: Axes, lines: Lines) -> None:
 
 
 def position_curves(of_runs: dict[str, Lines], seq_lens: list[int], output: Path) -> None:
-    """Perplexity by position of several runs, means of neighbours; dashed where the training lengths are."""
+    """Draw several runs' perplexity by position as means over neighbours, with dashed lines at training lengths."""
     import torch
 
     from hybridtron.evaluate.length import perplexity_bins
@@ -84,12 +84,14 @@ def position_curves(of_runs: dict[str, Lines], seq_lens: list[int], output: Path
 
 
 def draw_remembrance(axes: Axes, lines: Lines) -> None:
+    """Draw the distances by how many tokens are hidden."""
     for key, width in (("total_variation", 1.8), ("jensen_shannon", 0.8), ("cosine", 0.8)):
         axes.plot([line["t"] for line in lines], [line[key] for line in lines], ".-", linewidth=width, label=key)
     axes.set(xlabel=f"t (tokens not shown, of {lines[0]['length']})", ylabel="Effective Remembrance", ylim=(0, None))
 
 
 def draw_states(axes: Axes, lines: Lines) -> None:
+    """Draw the states' standard deviation by position, a line for each layer."""
     from matplotlib import colormaps
 
     layers = list(dict.fromkeys(line["layer"] for line in lines))
@@ -100,7 +102,7 @@ def draw_states(axes: Axes, lines: Lines) -> None:
 
 
 def entropy_curves(of_runs: dict[str, Lines], output: Path) -> None:
-    """Entropy by layer, a line for each run: attention on the left, the selection of scans on the right."""
+    """Draw entropy by layer, a line for each run: attention on the left, the selection of scans on the right."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), dpi=120, layout="constrained")
@@ -119,7 +121,7 @@ def entropy_curves(of_runs: dict[str, Lines], output: Path) -> None:
 
 
 def heat_map(title: str, rows: Lines, seq_len: int, output: Path) -> None:
-    """Depth down, length to the right: the mean of a task's metric, from 0 to 1; grey where nothing was asked."""
+    """Draw a task's mean metric, from 0 to 1, by length (to the right) and depth (down). Missing cells are grey."""
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -142,7 +144,7 @@ def heat_map(title: str, rows: Lines, seq_len: int, output: Path) -> None:
 
 
 def by_length(of_runs: dict[str, dict[str, Lines]], seq_lens: list[int], output: Path) -> None:
-    """A panel for each task, a line for each run, with standard errors; training lengths dashed."""
+    """Draw a panel for each task and a line with standard errors for each run. Training lengths are dashed."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(task for of_run in of_runs.values() for task in of_run))

@@ -1,6 +1,6 @@
-"""samples.jsonl: a line of what it was measured with, then a line a sample, in order, each with its key.
+"""An evaluation's records (samples.jsonl): a line with the measurement's conditions, then a line for each sample.
 
-A batch of lines is written at once and reaches the disk; what a killed process left is continued where it ends.
+Lines are written in batches and flushed to disk. An evaluation that was killed continues after the last complete line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 
 class Lines:
-    """Lines by their keys, the newest last."""
+    """Lines by key, in memory. A line that is added again moves to the end."""
 
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
@@ -33,9 +33,10 @@ class Lines:
 
 
 def recorded(file: Path, about: Mapping[str, Any]) -> list[Line]:
-    """The lines of a file that were measured with this. Unusable where its samples were measured with something else.
+    """Read a file's lines if they were measured under the same conditions.
 
-    Instruments alone are measured again instead, as they take minutes, and nothing else is lost.
+    Raises Unusable if samples were measured under other conditions. If the file has only instruments, they are dropped
+    and measured again instead: that takes minutes, and nothing else is lost.
     """
     first, *lines = read_lines(file) or [{"about": about}]
     before = first.get("about", {})
@@ -50,14 +51,14 @@ def recorded(file: Path, about: Mapping[str, Any]) -> list[Line]:
 
 
 def _same(key: str, before: Any, now: Any) -> bool:
-    """Compare two values of a key; of kernels, only those of ops that are used now."""
+    """Compare a condition's two values. Kernels may differ for ops that are not used now."""
     if key == "kernels" and before and now:
         return all(before.get(op) == form for op, form in now.items())
     return before == now
 
 
 class Records(Lines):
-    """The lines of a file; with `writes` it is this process that adds to the file."""
+    """A file's lines; only the process with `writes` appends to it."""
 
     def __init__(self, file: Path, about: Mapping[str, Any], writes: bool = True) -> None:
         super().__init__()
@@ -66,9 +67,10 @@ class Records(Lines):
         super().add(lines)
         if writes:
             text = "".join(json.dumps(line) + "\n" for line in ({"about": self.about}, *lines))
-            write_whole(file, text)  # without a line that was cut short
+            write_whole(file, text)  # without an incomplete last line
 
     def add(self, lines: Iterable[Line]) -> None:
+        """Add lines, append them to the file and flush them to disk."""
         new = list(lines)
         super().add(new)
         if self.writes and new:

@@ -1,8 +1,10 @@
-"""Lines of samples -> a row for each task, length and metric: mean, standard error, number of samples, and all else
-that such a number means something with: tokenizer, data type, kernels, attention outside training, seed.
+"""An evaluation's results: a row for each task, length and metric, computed from the recorded lines.
 
-The standard error of a mean of n values is their standard deviation (n - 1) over the root of n; of a perplexity it is
-that of the rows' mean losses, times the perplexity.
+A row has the mean, its standard error, the number of samples, and the conditions that matter to it: tokenizer, dtype,
+kernels, attention outside training, seed.
+
+The standard error of a mean is the standard deviation (with n - 1) over the root of n. For a perplexity it is the
+standard error of the rows' mean losses, times the perplexity.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from hybridtron.tasks import RULER_SE_GROUPS
 
 Row = dict[str, Any]
 EFFECTIVE = 0.856  # RULER's threshold: Llama-2-7B at 4096 tokens
-SCALES = ("tokens", "holds")  # metrics of all lengths together, which no line by length shows
+SCALES = ("tokens", "holds")  # metrics over all lengths, which curves by length can't show
 AVERAGES = {**RULER_SE_GROUPS, "ruler_se": tuple(name for names in RULER_SE_GROUPS.values() for name in names)}
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The results of a checkpoint, with picture files by their titles and tables by instrument."""
+    """A checkpoint's results, with picture files by title and tables by instrument."""
 
     name: str
     folder: Path
@@ -39,7 +41,7 @@ class Evaluated:
 
 
 def rows_of(lines: Iterable[Line], about: Mapping[str, Any]) -> list[Row]:
-    """Of every task and length, in the order of the lines; the first metric of a task first."""
+    """Compute the rows for all tasks and lengths, in the lines' order. A task's first metric comes first."""
     cells: dict[tuple[str, int], list[Line]] = {}
     for line in lines:
         cells.setdefault((line["task"], line["length"]), []).append(line)
@@ -55,6 +57,7 @@ def rows_of(lines: Iterable[Line], about: Mapping[str, Any]) -> list[Row]:
 
 
 def _scored(lines: Sequence[Line]) -> Iterable[Row]:
+    """Compute a row for each metric, also by depth if the task has depths."""
     empty = sum(not line["written"].strip() for line in lines)
     for metric in lines[0]["metrics"]:
         values = [line["metrics"][metric] for line in lines]
@@ -68,9 +71,10 @@ def _scored(lines: Sequence[Line]) -> Iterable[Row]:
 
 
 def _perplexity(lines: Sequence[Line]) -> Iterable[Row]:
+    """Compute rows for perplexity, loss and bits per byte."""
     nats, tokens, size = (sum(line[key] for line in lines) for key in ("nats", "tokens", "bytes"))
     error = mean_of([line["nats"] / line["tokens"] for line in lines])["standard_error"]
-    count: Row = {"n": len(lines), "tokens": tokens, "text": lines[0]["text"], "seed": None}  # the first rows there are
+    count: Row = {"n": len(lines), "tokens": tokens, "text": lines[0]["text"], "seed": None}  # fixed rows: no seed
     loss = nats / tokens
     yield {"metric": "perplexity", "value": math.exp(loss), "standard_error": scaled(error, math.exp(loss)), **count}
     yield {"metric": "loss", "value": loss, "standard_error": error, **count}
@@ -86,19 +90,21 @@ def _perplexity(lines: Sequence[Line]) -> Iterable[Row]:
 
 
 def mean_of(values: Sequence[float]) -> Row:
+    """Return mean, standard error (None for a single value) and the number of values."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {"value": fmean(values), "standard_error": error, "n": len(values)}
 
 
 def scaled(error: float | None, factor: float) -> float | None:
+    """Scale a standard error; None stays None."""
     return None if error is None else error * factor
 
 
 def averages(rows: Sequence[Row]) -> list[Row]:
-    """RULER's groups, and all eleven tasks, where every task of a group was asked: plain means of tasks.
+    """Average RULER's groups, and all eleven tasks, as plain means over tasks.
 
-    Tasks with the same options belong together, and those that have no such option belong to them: `vt` to needles
-    with `[essay=files:DIR]`.
+    A group has an average only if all its tasks were asked. Tasks are averaged with those that have the same options,
+    and with those that have no such option: `vt` counts among needles with `[essay=files:DIR]`.
     """
     by_place = {(row["task"], row["length"]): row for row in rows if row["metric"] == "string_match_all"}
     options = dict.fromkeys(_options(task) for task, _ in by_place)
@@ -115,11 +121,12 @@ def averages(rows: Sequence[Row]) -> list[Row]:
 
 
 def _options(task: str) -> str:
-    """`[essay=files:DIR]` of a label, or nothing."""
+    """Return the options in a label, such as `[essay=files:DIR]`, or an empty text."""
     return task[task.index("[") :] if "[" in task else ""
 
 
 def _average(rows: Sequence[Row]) -> Row:
+    """Compute a mean over rows, and its standard error if tasks are independent."""
     error = math.hypot(*(row["standard_error"] or 0.0 for row in rows)) / len(rows)
     value, count = fmean(row["value"] for row in rows), sum(row["n"] for row in rows)
     of_value = {"metric": rows[0]["metric"], "value": value, "standard_error": error}
@@ -127,7 +134,7 @@ def _average(rows: Sequence[Row]) -> Row:
 
 
 def effective_lengths(rows: Sequence[Row]) -> list[Row]:
-    """RULER's effective length: the longest asked at which the mean of its eleven tasks reaches `EFFECTIVE`, or 0."""
+    """Compute RULER's effective length: the longest one where its tasks' mean reaches `EFFECTIVE`, or 0."""
     by_options: dict[str, list[Row]] = {}
     for row in rows:
         if row["task"].partition("[")[0] == "average of ruler_se":
@@ -143,7 +150,7 @@ def effective_lengths(rows: Sequence[Row]) -> list[Row]:
 
 
 def main_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The first metric of each task, by length."""
+    """Return each task's rows for its first metric, sorted by length."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         of_task = found.setdefault(row["task"], [])
@@ -153,11 +160,11 @@ def main_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def by_length_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """`main_rows` without what is of all lengths together, or of none."""
+    """Return each task's rows for its first metric, without metrics over all lengths and rows without a length."""
     return main_rows([row for row in rows if row["metric"] not in SCALES and isinstance(row["length"], int)])
 
 
 def shown(row: Row) -> str:
-    """`0.850 ± 0.036`."""
+    """Format a value with its standard error, such as `0.850 ± 0.036`."""
     error = "" if row["standard_error"] is None else f" \N{PLUS-MINUS SIGN} {row['standard_error']:.3f}"
     return f"{row['value']:.3f}{error}"

@@ -1,11 +1,11 @@
-"""An evaluation of one checkpoint from start to end: what is asked is checked, then measured, then written.
+"""Evaluates one checkpoint from start to end: checks the suite, measures, writes results.
 
-    samples.jsonl       a line a sample; a killed evaluation continues after the last one
-    results.json        a row for each task, length and metric, with all that it was measured with
-    *.jsonl, *.png      of the instruments; heat maps of tasks with a depth, and lines by length
-    index.html          all of it on one page
+    samples.jsonl       a line for each sample; a killed evaluation continues after the last one
+    results.json        a row for each task, length and metric, with the conditions that it was measured under
+    *.jsonl, *.png      measurements and pictures: instruments, heat maps for tasks with a depth, curves by length
+    index.html          everything on one page
 
-Every process of the launch comes here; the first one writes.
+All launched processes run this code; only the first one writes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Bar = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the command line says: a suite's keys, whether it is a named one, and what replaces parts of it."""
+    """The command line's settings: a suite's definition, whether it is a named one, and overrides."""
 
     asked: Mapping[str, Any]
     named: bool
@@ -63,7 +63,10 @@ class Wishes:
 
 
 def evaluate(model: Served, name: str, wishes: Wishes, output: Path, bar: Bar) -> Evaluated:
-    """Measure what is not recorded yet, and write."""
+    """Evaluate a checkpoint with a suite, and write the results. Recorded samples are not measured again.
+
+    All processes call this together; results are returned on the first one, and are empty on the others.
+    """
     config, seq_len = as_trained(model.folder, model.config, model.step, wishes.seq_len)
     model = replace(model, config=config)
     tokens = open_tokens(str(model.folder))
@@ -90,7 +93,10 @@ def evaluate(model: Served, name: str, wishes: Wishes, output: Path, bar: Bar) -
 
 
 def opened(model: Served, output: Path, header: Mapping[str, Any]) -> Records:
-    """What was recorded; the first process makes the file whole before the others read it."""
+    """Open the records, and load the samples that an earlier evaluation wrote.
+
+    The first process removes an incomplete last line before the others read the file.
+    """
     file = output / "samples.jsonl"
     output.mkdir(parents=True, exist_ok=True)
     if model.alone:
@@ -101,7 +107,7 @@ def opened(model: Served, output: Path, header: Mapping[str, Any]) -> Records:
 
 
 def about(model: Served, tokens: TextTokens, seq_len: int) -> dict[str, Any]:
-    """What every number is measured with."""
+    """Return the measurement's conditions: checkpoint, tokenizer, dtype, kernels, attention and so on."""
     device = compute_device().type
     used = ops_of(model.config.model)
     found: dict[str, Any] = {
@@ -123,11 +129,12 @@ def about(model: Served, tokens: TextTokens, seq_len: int) -> dict[str, Any]:
 
 
 def _key(name: str, suite: Suite, wishes: Wishes) -> str:
+    """Return an instrument's key in the records."""
     return f"{name}/{suite.instrument_length}/{wishes.rows}"
 
 
 def _is_measured(key: str, name: str, lines: Iterable[Line], output: Path) -> bool:
-    """Check whether an instrument was measured with this key, which has its length and number of rows."""
+    """Return True if an instrument was already measured with this key, which has its length and row count."""
     newest = next((line for line in reversed(list(lines)) if line["task"] == name), None)
     if newest is None or newest["key"] != key:
         return False
@@ -137,7 +144,7 @@ def _is_measured(key: str, name: str, lines: Iterable[Line], output: Path) -> bo
 def _unread_text(
     model: Served, suite: Suite, seq_len: int, wishes: Wishes, output: Path, header: Mapping[str, Any]
 ) -> Text | None:
-    """Read the text for instruments, before anything is written or measured; None where all are measured."""
+    """Read the text for instruments, before anything is written or measured; None if all were measured before."""
     lines = recorded(output / "samples.jsonl", header)
     if all(_is_measured(_key(name, suite, wishes), name, lines, output) for name in suite.instruments):
         return None
@@ -147,7 +154,10 @@ def _unread_text(
 def _instruments(
     model: Served, suite: Suite, wishes: Wishes, text: Text, output: Path, records: Records, bar: Bar
 ) -> None:
-    """Each one's files; a line in the records says that they are there. One replica measures."""
+    """Measure the instruments without a record, write their files, and record that these exist.
+
+    Only one replica measures.
+    """
     for number, name in enumerate(suite.instruments, 1):
         key = _key(name, suite, wishes)
         if _is_measured(key, name, records.lines.values(), output):
@@ -159,7 +169,7 @@ def _instruments(
 
 
 def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: int) -> Evaluated:
-    """Results, pictures and page, of all that is recorded."""
+    """Write results, pictures and page from everything that was recorded."""
     lines = list(records.lines.values())
     rows = rows_of(lines, records.about) + _verdict(lines, records, output, seq_len)
     newest = {line["task"]: line for line in lines if line["task"] in INSTRUMENTS}
@@ -178,7 +188,7 @@ def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: i
 
 
 def _verdict(lines: Iterable[Line], records: Records, output: Path, seq_len: int) -> list[Row]:
-    """Whether perplexity is no worse beyond the training length than within it, where that was measured."""
+    """Return a row with the verdict on length generalization, or none if positions were not measured."""
     measured = [line for line in lines if line["task"] == "positions"]
     by_position = read_lines(output / "positions.jsonl") if measured else []
     found = verdict(by_position, seq_len)
@@ -190,7 +200,7 @@ def _verdict(lines: Iterable[Line], records: Records, output: Path, seq_len: int
 
 
 def draw_all(one: Evaluated, seq_len: int) -> None:
-    """The pictures of an evaluation, by their titles."""
+    """Draw an evaluation's pictures and register them by title."""
     tasks = by_length_rows(one.rows)
     for task, rows in tasks.items():
         if "by_depth" in rows[0]:
@@ -206,7 +216,7 @@ def draw_all(one: Evaluated, seq_len: int) -> None:
 
 
 def compared(title: str, evaluations: list[Evaluated], output: Path) -> None:
-    """Results and page of several checkpoints."""
+    """Write results and page for several checkpoints side by side."""
     rows: list[Row] = [{"run": one.name, **row} for one in evaluations for row in one.rows]
     write_whole(output / "results.json", json.dumps({"rows": rows}, indent=1) + "\n")
     pictures: list[tuple[str, bytes]] = []

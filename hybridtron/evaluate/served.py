@@ -1,4 +1,4 @@
-"""A checkpoint's model, ready to read, on one process or on all that torchrun started; with its tokenizer."""
+"""Loads a checkpoint's model and tokenizer for reading, on one process or on all processes that torchrun started."""
 
 from __future__ import annotations
 
@@ -29,22 +29,25 @@ LAYOUT_KEYS = r"parallel\.(tensor|pipeline|context)=([1-9]\d*)"
 
 @dataclass(frozen=True)
 class Served:
-    """A model on one process or on several; all of its `replicas` are given the rows in turn."""
+    """A model that is ready to read, on one process or several.
+
+    The layout may hold several model replicas, which take batches in turn; this process belongs to `replica`.
+    """
 
     folder: Path
     config: Config
     step: int
     tokenizer: Tokenizer
-    end: int | None  # the token that ends a text
+    end: int | None  # token that ends a text
     read: Reader
     replica: int = 0
     replicas: int = 1
-    first: bool = True  # of all processes: the one that prints and writes
-    alone: bool = True  # whether it is the only one
+    first: bool = True  # True on the one process that prints and writes
+    alone: bool = True  # True if there is only one process
 
 
 def layout(settings: Sequence[str]) -> ParallelConfig:
-    """`parallel.tensor=2 parallel.pipeline=2 parallel.context=2`."""
+    """Parse settings such as `parallel.tensor=2 parallel.context=2`. Raises Unusable for other keys."""
     sizes: dict[str, int] = {}
     for setting in settings:
         found = re.fullmatch(LAYOUT_KEYS, setting, re.ASCII)
@@ -63,7 +66,10 @@ def served(
     extend: SelfExtendOptions | None = None,
     attention: ReadingAttention | None = None,
 ) -> Iterator[Served]:
-    """The model, until the block ends. Unusable where checkpoint, tokenizer or layout can't be used."""
+    """Yield a checkpoint's model, loaded until the block ends.
+
+    Raises Unusable if checkpoint or tokenizer can't be used, and ConfigError if the layout does not fit.
+    """
     parallel = parallel or ParallelConfig()
     checkpoint, config = opened(folder)
     config = config if attention is None else attending(config, attention)
@@ -81,7 +87,7 @@ def served(
 
 
 def opened(folder: Path) -> tuple[Checkpoint, Config]:
-    """A checkpoint, with its adapters merged, and its configuration."""
+    """Open a checkpoint with its adapters merged, and return it with its configuration. Raises Unusable."""
     from hybridtron.checkpoint.checkpoint import Checkpoint
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
     from hybridtron.checkpoint.merged import merged
@@ -96,7 +102,10 @@ def opened(folder: Path) -> tuple[Checkpoint, Config]:
 
 
 def attending(config: Config, how: ReadingAttention) -> Config:
-    """The same, whose windows and spans read with full attention, or all as they were trained."""
+    """Return the configuration with another attention for reading.
+
+    With `full`, windows and spans read with full attention; with `trained`, all attention reads as in training.
+    """
     specs = architecture(config.model).by_letter
     changed = {letter: dict(spec.reading[how]) for letter, spec in specs.items() if isinstance(spec, HeadsSpec)}
     if not changed:
@@ -106,7 +115,7 @@ def attending(config: Config, how: ReadingAttention) -> Config:
 
 
 def self_extended(config: Config, by: SelfExtendOptions) -> Config:
-    """The same, whose full attention with rotary positions reads with Self-Extend."""
+    """Return the configuration with Self-Extend in all layers that have full attention with rotary positions."""
     able = {
         letter
         for letter, spec in architecture(config.model).by_letter.items()
@@ -122,7 +131,7 @@ def self_extended(config: Config, by: SelfExtendOptions) -> Config:
 
 
 def whole_model(checkpoint: Checkpoint, config: Config) -> LanguageModel:
-    """The model that it holds, on this process, in the type that it was trained in."""
+    """Load the full model on this process, in the dtype that it was trained in."""
     from hybridtron.device import DTYPES, compute_device
     from hybridtron.model.lm import LanguageModel
 
@@ -132,7 +141,7 @@ def whole_model(checkpoint: Checkpoint, config: Config) -> LanguageModel:
 
 
 def fill(checkpoint: Checkpoint, model: LanguageModel) -> None:
-    """Read the weights of a model, or of a part of it."""
+    """Load weights into a model or one rank's part of it, in place. Raises Unusable if they are damaged."""
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
 
     try:
@@ -142,13 +151,13 @@ def fill(checkpoint: Checkpoint, model: LanguageModel) -> None:
 
 
 def end_of(checkpoint: Checkpoint) -> int | None:
-    """The token that ended each document that it was trained on."""
+    """Return the token that ended each document in training, or None if the checkpoint does not name one."""
     stored = checkpoint.meta.data.get("eos")
     return None if stored is None else int(stored)
 
 
 def require_layout(config: Config, parallel: ParallelConfig) -> None:
-    """ConfigError where the processes or the model can't be cut so."""
+    """Raise ConfigError if the process count or the model does not fit the layout."""
     found = world_problems(parallel, launched().world_size) or stage_problems(config.model, parallel)
     if parallel.tensor > 1 and (reasons := uncuttable(config.model, parallel.tensor)):
         found.append(Problem("parallel.tensor", f"is {parallel.tensor}, but {'; '.join(reasons)}"))
@@ -161,6 +170,7 @@ def require_layout(config: Config, parallel: ParallelConfig) -> None:
 def _among_ranks(
     checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer, parallel: ParallelConfig
 ) -> Iterator[Served]:
+    """Load each rank's part of the model, and stop the process groups after the block."""
     from hybridtron.device import DTYPES, megatron_context
     from hybridtron.engine.serving import slices, staged_reader
     from hybridtron.parallel import groups as process_groups
@@ -187,7 +197,7 @@ def _among_ranks(
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer that a checkpoint holds."""
+    """Read a checkpoint's tokenizer. Raises Unusable."""
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
     from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 

@@ -1,20 +1,20 @@
-"""What is measured: a suite of a paper by name, or a file of one's own.
+"""Suites: the tasks, perplexities and instruments of an evaluation, by name or from a user's file.
 
-    samples: 100                  # of each task and length
+    samples: 100                  # for each task and length
     seed: 0
     tasks:
       - {task: passkey, lengths: [1x, 4x, 4096], samples: 55, options: {digits: 3}}
-      - {task: ruler_se, lengths: [4096], options: {essay: "files:essays"}}  # of those that have it
+      - {task: ruler_se, lengths: [4096], options: {essay: "files:essays"}}  # only for tasks with this option
     perplexity:
       - {lengths: [1x, 2x, 4x], rows: 16}
       - {context: 1x, stride: 64, score: new, windows: 100}
     instruments: [positions, remembrance, states, entropy]
     instrument_length: 16x
 
-`4x` is four training lengths. Everything is checked before a model reads anything, also that a sample fits: in a file
-of one's own a task that can't be asked is an error, of a suite it is left out with the reason, as the lengths of a
-paper need not fit a small model, nor its data sets be there. Tasks on token ids need a model of their vocabulary, and
-are in no suite.
+`4x` is four training lengths. Everything is checked before a model reads anything, including whether samples fit into
+their length. A task that can't be asked is an error if a user's file names it. In a named suite it is left out with a
+reason, because a paper's lengths need not fit a small model, and its data sets may be missing. Tasks on token ids need
+a model with their vocabulary, and are in no suite.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.tasks.base import MOST_TOKENS, Task, TaskError, TextTokens
 from hybridtron.tasks.options import all_named, named, options_of
 
-TRIED_TOKENS = 2**19  # of samples of each task and length that are made before a model reads anything
+TRIED_TOKENS = 2**19  # tokens of trial samples, for each task and length, before a model reads anything
 DOUBLED = ["1x", "2x", "4x"]
 PASSKEY = {"task": "passkey", "lengths": ["1x", "2x", "4x", "8x", "16x", "32x", "64x"], "samples": 55}
 SUITES: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ SCORES = ("new", "all")
 
 @dataclass(frozen=True)
 class Cell:
-    """A task at a length: its samples are of indices 0, 1, ... of the seed."""
+    """A task at a length. Its samples have the indices 0, 1, ... and a common seed."""
 
     task: Task
     length: int
@@ -70,20 +70,22 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The task's name, with options that are not as registered."""
+        """The task's name, followed by options that differ from the registered ones."""
         usual = options_of(named(self.task.name))
         changed = [f"{key}={value}" for key, value in options_of(self.task).items() if value != usual[key]]
         return self.task.name + (f"[{','.join(changed)}]" if changed else "")
 
     def key(self, index: int) -> str:
+        """Return a sample's key in the records."""
         return f"{self.label}/{self.length}/{self.seed}/{index}"
 
 
 @dataclass(frozen=True)
 class PerplexityOf:
-    """Rows of a length, each from zero states; or windows of `length` tokens that begin every `stride` tokens.
+    """A perplexity to measure, on rows of `length` tokens, or in such windows that begin every `stride` tokens.
 
-    Of a window the predictions of its new tokens are scored, or all; of the first one always all.
+    Each row or window starts from zero states. With score `new`, only the tokens that a window adds to the one before
+    are scored; with `all`, and in the first window, all are.
     """
 
     length: int
@@ -96,12 +98,13 @@ class PerplexityOf:
         return f"perplexity[stride={self.stride},score={self.score}]" if self.stride else "perplexity"
 
     def key(self, index: int) -> str:
+        """Return a row's or window's key in the records."""
         return f"{self.label}/{self.length}/{index}"
 
 
 @dataclass
 class Suite:
-    """All that is measured, and what of a named suite is left out, with the reason."""
+    """Everything to measure, and the excluded parts of a named suite, with reasons."""
 
     cells: list[Cell] = field(default_factory=list)
     perplexities: list[PerplexityOf] = field(default_factory=list)
@@ -111,7 +114,7 @@ class Suite:
 
 
 def named_or_file(name: str) -> dict[str, Any]:
-    """A suite, or what a file asks for."""
+    """Return a suite's definition by its name, or read it from a file. Raises Unusable if there is neither."""
     if name in SUITES:
         return SUITES[name]
     if not Path(name).exists():
@@ -122,7 +125,10 @@ def named_or_file(name: str) -> dict[str, Any]:
 def suite_of(
     asked: Mapping[str, Any], seq_len: int, lengths: Sequence[str] | None = None, samples: int | None = None
 ) -> Suite:
-    """What a suite or a file asks for at a training length; `lengths` and `samples` replace those of all tasks."""
+    """Build a suite from its definition for a training length.
+
+    `lengths` and `samples` override those in the definition. Raises Unusable for a faulty definition.
+    """
     unknown("", asked)
     count = samples or number(asked, "samples", 100)
     suite = Suite(instruments=_entries(asked, "instruments"))
@@ -152,6 +158,7 @@ def suite_of(
 
 
 def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str] | None) -> Iterable[PerplexityOf]:
+    """Parse an entry under `perplexity`: rows by length, or sliding windows if it has a context."""
     if "context" not in entry:
         rows = number(entry, "rows", 16)
         return [PerplexityOf(tokens_of(length, seq_len), rows) for length in lengths or _lengths(entry)]
@@ -168,12 +175,14 @@ def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str]
 
 
 def unknown(section: str, entry: Any) -> None:
+    """Raise Unusable if an entry is not a mapping, or has unknown keys."""
     if not isinstance(entry, Mapping):
         raise Unusable(f"{section}: {entry!r} has no keys; it may have {', '.join(KEYS[section])}")
     require_known(section or "the file", entry, KEYS[section])
 
 
 def _entries(asked: Mapping[str, Any], key: str) -> list[Any]:
+    """Copy a list from the definition; an absent one is empty."""
     found = asked.get(key, [])
     if not isinstance(found, list):
         raise Unusable(f"{key} is {found!r}, must be a list")
@@ -181,6 +190,7 @@ def _entries(asked: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def number(entry: Mapping[str, Any], key: str, usual: int, least: int = 1) -> int:
+    """Return a whole number from an entry, or `usual` if it is absent. Raises Unusable below `least`."""
     value = entry.get(key, usual)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise Unusable(f"{key} is {value!r}, must be a whole number of at least {least}")
@@ -188,6 +198,7 @@ def number(entry: Mapping[str, Any], key: str, usual: int, least: int = 1) -> in
 
 
 def _lengths(entry: Mapping[str, Any]) -> list[Any]:
+    """Return an entry's lengths. Raises Unusable if there are none."""
     found = entry.get("lengths")
     if not isinstance(found, list) or not found:
         raise Unusable(f"{entry.get('task', 'perplexity')}: lengths is {found!r}, must be a list such as [1x, 4096]")
@@ -195,7 +206,7 @@ def _lengths(entry: Mapping[str, Any]) -> list[Any]:
 
 
 def tokens_of(text: str | int, seq_len: int) -> int:
-    """`4096`, `4x`, `1/4x` -> tokens."""
+    """Convert a length to tokens: `4096` tokens, `4x` or `1/4x` training lengths. Raises Unusable."""
     match = re.fullmatch(r"(?:(\d{1,9})/)?0*([1-9]\d{0,19})(x?)", str(text), re.ASCII)
     if match is None or (match[1] and not match[3]):
         raise Unusable(
@@ -210,7 +221,10 @@ def tokens_of(text: str | int, seq_len: int) -> int:
 
 
 def fitting(suite: Suite, tokenizer: TextTokens, vocab_size: int, lenient: bool) -> Suite:
-    """The suite with what can be asked. Unusable for what can't, unless `lenient`, or where nothing remains."""
+    """Return the suite without the cells that can't be asked; their reasons are in `left_out`.
+
+    Raises Unusable for any such cell unless `lenient`, and also if nothing remains.
+    """
     kept, left_out = [], []
     for cell in suite.cells:
         if (reason := misfit(cell, tokenizer, vocab_size)) is None:
@@ -223,7 +237,7 @@ def fitting(suite: Suite, tokenizer: TextTokens, vocab_size: int, lenient: bool)
 
 
 def misfit(cell: Cell, tokenizer: TextTokens, vocab_size: int) -> str | None:
-    """Why a model of this vocabulary can't be asked."""
+    """Make trial samples, and return why a model with this vocabulary can't be asked; None if it can."""
     if (size := getattr(cell.task, "num_tokens", 0)) > vocab_size:
         return f"has a vocabulary of {size} token ids, the model has {vocab_size}"
     try:

@@ -1,9 +1,10 @@
-"""Tokens far beyond the training length, read within it: what their perplexity would be without all that is far away.
+"""Baseline for perplexity by position: the same tokens, with the context limited to the training length.
 
-Perplexity by position says as much of the text as of the model, since text is harder in one place than in another: a
-model that reads equally well everywhere seems to rise over the least of its own curve. So the same tokens are read
-once more, in rows of the training length T that begin every T/2 tokens, and each token counts in the row that shows
-most before it: T/2 tokens at least, or all that there are. What is far away helps or harms by the ratio of the two.
+Perplexity by position depends on the text as much as on the model, because text is harder in some places than in
+others. A model that reads equally well everywhere would seem to get worse after the easiest part. So the same tokens
+are read once more, in rows with the training length T that begin every T/2 tokens. Each token counts in the row that
+shows the most tokens before it: at least T/2, or all that there are. The ratio between both perplexities shows how much
+the more distant context helps or harms.
 
 Letters: as in `length.py`.
 """
@@ -21,7 +22,10 @@ from hybridtron.model.generate import Reader
 
 
 class ShortRow(NamedTuple):
-    """Tokens `start` to `end` and the one after; what is predicted after more than `before` tokens counts."""
+    """A row that reads tokens `start` to `end` and predicts up to the one after.
+
+    Only predictions after more than `before` tokens count, in the long row's positions.
+    """
 
     start: int
     before: int
@@ -29,14 +33,17 @@ class ShortRow(NamedTuple):
 
 
 def short_rows(length: int, seq_len: int) -> list[ShortRow]:
-    """Rows of at most the training length, in which every prediction counts once."""
+    """Divide a long row into rows up to the training length, such that every prediction counts once."""
     step = (seq_len + 1) // 2
     ends = [*range(min(seq_len, length), length, step), length]
     return [ShortRow(max(0, end - seq_len), before, end) for before, end in pairwise([0, *ends])]
 
 
 def losses_within(model: Reader, tokens_BT: Tensor, seq_len: int, chunk: int, advance: Advance = unheard) -> Tensor:
-    """Mean over rows of -log q by position, as `position_losses`, with each token read within the training length."""
+    """Compute the mean over rows of -log q by position, with each token read within the training length.
+
+    Returns (L,), like `position_losses`.
+    """
     found = []
     for start, before, end in short_rows(tokens_BT.shape[1] - 1, seq_len):
         found.append(position_losses(model, tokens_BT[:, start : end + 1], chunk, advance)[before - start :])

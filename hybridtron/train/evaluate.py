@@ -1,4 +1,4 @@
-"""Held-out loss, at the training length and at multiples of it. Every row starts from zero states.
+"""Held-out loss at the training length and its multiples. Every row starts from zero states.
 
 `evaluated` adds it to a step's metrics when it is due, with the metrics of `run.evaluate`.
 """
@@ -71,10 +71,10 @@ def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[di
 
 
 def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> list[tuple[int, Batch]]:
-    """Return this data-parallel rank's share of the batches, each with the number of its source.
+    """Return this data-parallel rank's batches, each with its source's number.
 
-    All ranks get the same number of batches, a multiple of the pipeline stages, and all batches have the same shape.
-    Masked rows, which do not count in the loss, fill the gaps.
+    All ranks get equally many, a multiple of the pipeline stages, and all batches have the same shape. Masked rows,
+    which do not count in the loss, fill the gaps.
     """
     ranks, stages = engine.groups.data_size, engine.groups.pipeline_size
     each = math.ceil(len(batches) / (ranks * stages)) * stages

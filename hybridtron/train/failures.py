@@ -1,7 +1,7 @@
-"""Report of the rank that failed first: its reason in outcome.json, each rank's traceback in logs/error-RANK.txt.
+"""Records of a failure: the first rank to fail in outcome.json, each rank's traceback in logs/error-RANK.txt.
 
 The first process to create outcome.json wins. A rank that fails while it waits for others (its peer died, or never
-joined) is seldom the cause. So it first looks for a rank of its own machine that is dead or stopped, and waits briefly
+joined) is seldom the cause. So it first looks for a rank on its own machine that is dead or stopped, and waits briefly
 to let the rank at fault report first. If that rank can't report (it was killed on another machine, or its interpreter
 is stuck), its peers report the failure that they observed.
 """

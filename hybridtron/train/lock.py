@@ -1,10 +1,10 @@
-"""Lock of a run's folder, so that one run has one writer.
+"""Lock on a run's folder, so that one run has one writer.
 
-The first process of a run holds RUN/.lock from before it looks into the folder until it ends. The lock is the kernel's
+The run's first process holds RUN/.lock from before it looks into the folder until it ends. The lock is the kernel's
 (flock), which releases it however the process dies. The file names the holder, and its time stamp is renewed every
 BEAT_S as a heartbeat. The heartbeat decides where the file system has no locks, and where the holder runs on another
 machine, since some file systems apply locks within one machine only. A holder whose time stamp has not changed for
-STALE_S is dead. The time stamp's value is never compared with a clock: clocks of machines differ, and they jump.
+STALE_S is dead. The time stamp's value is never compared with a clock: the machines' clocks differ, and they jump.
 
 Only a start takes the lock; reading a run needs none.
 """

@@ -1,7 +1,7 @@
 """Learning rate and weight decay, as pure functions of the phases and the tokens read.
 
-A course is one rise and fall of the learning rate. It covers a phase and the phases after it with `lr_piece: carry_on`.
-The shapes of its fall are in `config/lr_shapes.py`.
+In a course the learning rate rises and falls once. A course covers a phase, and the phases after it with
+`lr_piece: carry_on`. The shapes of its fall are in `config/lr_shapes.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridtron.config.units import parse_share, parse_tokens
 
 
 def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> float:
-    """Return the learning rate of a step, after which phase `index` has read `tokens` tokens.
+    """Return the learning rate for a step, after which phase `index` has read `tokens` tokens.
 
     With `lr_piece: decay` the rate falls from the final rate of the phase before to `lr_to`. Other phases follow their
     course.
@@ -34,7 +34,7 @@ def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> f
 
 
 def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> float:
-    """Return the weight decay of a step with this learning rate.
+    """Return the weight decay for a step with this learning rate.
 
     It is the phase's constant, or that constant times lr / peak. A phase without a peak of its own uses the last peak
     before it.

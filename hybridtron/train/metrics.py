@@ -1,4 +1,4 @@
-"""Records of a run: the metrics of each step, and decisions such as to refuse a step or to roll back."""
+"""Records that a run writes: each step's metrics, and decisions such as to refuse a step or to roll back."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class StepMetrics:
 
     step, tokens: the step's number in the run, and the tokens that the run has read after it
     loss: mean cross entropy per learned token, without auxiliary losses; nan if the step has no learned token
-    step_time, data_wait: duration of the step, and the part of it spent waiting for data
-    memory_gib: peak memory of the first process so far, on the device if it counts memory, else on the host
+    step_time, data_wait: the step's duration, and the time in it spent waiting for data
+    memory_gib: the first process's peak memory so far, on the device if it counts memory, else on the host
     skipped: steps refused since this start of the run, including those before a rollback, whose lines are gone
     learned: tokens that count in the loss; only if a source has loss masks
-    imbalance: with `parallel.context`, the forward FLOPs of the sequence shard with the most, over the mean of all
-        shards; counted over the step's micro-batches that the first process reads a shard of
+    imbalance: with `parallel.context`, the maximum forward FLOPs of a sequence shard over the mean, for the step's
+        micro-batches that the first process takes part in
     auxiliary: losses that mixers add, by name, summed over layers
-    restarted_lanes: lanes of the phase whose state was not finite and restarted from zero; only if states are carried
+    restarted_lanes: lanes in this phase whose state was not finite and restarted from zero; only if states are carried
     validation: after an evaluation, held-out losses by length
     validation_by_source: if there are several sources, the losses at the first of these lengths
     evaluation: after `run.evaluate`, its metrics by task, length and name
-    layers: with `run.layer_norms`, norms of parameters and gradients by layer
+    layers: with `run.layer_norms`, parameter and gradient norms by layer
 
-    The sink adds the `time` of writing in UTC, and writes null for a number that is not finite.
+    The sink adds the `time` in UTC, and writes null for a number that is not finite.
     """
 
     step: int
@@ -72,10 +72,10 @@ class Decision:
     what: `refused` for a step that did not change the weights, or `rolled back`
     loss, norm: the refused step's loss and gradient norm, null if not finite
     limit: the largest norm that would have been accepted, null if there is no limit
-    in_a_row: the number of consecutive refused steps
-    to: the step of the checkpoint that the run rolled back to
+    in_a_row: how many consecutive steps were refused
+    to: the step that the run rolled back to
     times: how often it has rolled back to this checkpoint
-    windows: all ranges of skipped data so far, as (phase, first, end)
+    windows: all skipped data ranges so far, as (phase, first, end)
     """
 
     step: int

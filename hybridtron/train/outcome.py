@@ -5,7 +5,7 @@ Requeue logic reads this file, since launchers don't pass on exit codes. Its key
     outcome                   finished, preempted or failed
     step, loss, validation    the last step, its loss, and the last held-out losses
     checkpoint                the newest checkpoint
-    seconds, ended            duration of this start, and the time of its end in UTC
+    seconds, ended            how long this start took, and when it ended in UTC
     reason                    why the run did not finish
     rank                      the rank that failed first
     failed_exports            reasons by phase, if a finished run could not export them
@@ -31,7 +31,7 @@ FILE = "outcome.json"
 
 @dataclass
 class Progress:
-    """Progress of a run. `began` is the time of this start, in seconds on the monotonic clock."""
+    """Progress of a run. `began` is when this start began, in seconds on the monotonic clock."""
 
     step: int | None = None
     loss: float | None = None

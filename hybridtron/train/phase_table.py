@@ -55,7 +55,7 @@ def flops(phase: ResolvedPhase) -> float:
 
 
 def cost(config: Config) -> Iterator[str]:
-    """Yield lines with the FLOPs of a run and, if the peak FLOP/s of a device is known, estimated GPU-hours."""
+    """Yield lines with a run's FLOPs and, if the device's peak FLOP/s are known, estimated GPU-hours."""
     peak = config.cluster.peak_tflops
     total = sum(flops(phase) for phase in resolve(config))
     yield f"{total:.3g} FLOPs over all phases"
@@ -107,7 +107,7 @@ def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[floa
 
 
 def source_table(config: Config) -> Table:
-    """Build a table with one row for each source of each phase.
+    """Build a table with one row for each source in each phase.
 
     Epochs and the share of learned tokens are known only for folders on this machine.
     """

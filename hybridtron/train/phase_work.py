@@ -1,4 +1,4 @@
-"""Throughput of a phase's steps, from a count of its model's FLOPs that is made once."""
+"""Throughput of a phase's steps, from its model's FLOPs, which are counted once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridtron.planning.share_balance import imbalance, token_costs
 
 
 class PhaseWork:
-    """FLOPs of a phase that reads rows of `seq_len` tokens on `processes` devices."""
+    """Rates and load balance in a phase with rows of `seq_len` tokens, on `processes` devices."""
 
     def __init__(self, config: Config, seq_len: int, processes: int) -> None:
         self.flops_per_token = count(config.model, seq_len).flops_per_token
@@ -24,7 +24,7 @@ class PhaseWork:
         return tflops, None if self.peak is None else tflops / self.peak
 
     def imbalance(self, batches: Sequence[Batch]) -> float | None:
-        """Return the load imbalance of context parallelism in a step: the maximum FLOPs of a shard over the mean.
+        """Return the step's load imbalance under context parallelism: a shard's maximum FLOPs over the mean.
 
         None without context parallelism.
         """

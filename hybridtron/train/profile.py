@@ -1,7 +1,7 @@
 """Profiles of the steps in `run.profile`, and the process's peak memory.
 
-A profiled step writes a Chrome trace, a table of the operations that allocated most memory, and on CUDA a snapshot of
-the allocator.
+A profiled step writes a Chrome trace, a table of the operations that allocated most memory, and on CUDA a snapshot for
+torch's memory viewer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sinks: the destinations of a run's metrics, by name in `SINKS`.
 
 Sinks are created when a run starts, resumes or rolls back. Steps after the resumed one are then repeated, and each sink
-handles its old records of them. metrics.jsonl is truncated after the resumed step. TensorBoard purges later steps
-(`purge_step`). wandb keeps its history: the step is a metric of its own there, which may decrease, and a resumed run
+deals with its old records. metrics.jsonl is truncated after the resumed step. TensorBoard purges later steps
+(`purge_step`). wandb keeps its history: there the step is a separate metric, which may decrease, and a resumed run
 continues the same wandb run, whose id is kept in the run's folder.
 
 To add a sink, write a class with the methods of `Sink`, and a line in `SINKS` (docs/extending.md).

@@ -1,8 +1,8 @@
 """Data that a run skips after a rollback, as a map from training steps to data steps.
 
 Both kinds of steps count from 0 at the start of their phase. They are equal up to the first skipped range; after it the
-data step is larger by the number of skipped steps. Checkpoints store the ranges, since they determine which data comes
-next: `windows` in the manifest is a list of (phase, first skipped data step, first data step after the range).
+data step is ahead by the skipped steps. Checkpoints store the ranges, since they determine which data comes next:
+`windows` in the manifest is a list of (phase, first skipped data step, first data step after the range).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class SkippedData:
         ]
 
     def and_failed(self, phases: Iterable[ResolvedPhase], done: int, failed: int) -> SkippedData:
-        """Return the skipped data extended by the data of the steps after `done`, up to and including `failed`.
+        """Return the skipped data extended by the data that the steps after `done` read, up to and including `failed`.
 
-        Both are steps of the run; they may lie in different phases.
+        Both count over the run; they may lie in different phases.
         """
         added = []
         for phase in phases:

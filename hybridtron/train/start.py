@@ -190,7 +190,7 @@ def check_fp8(config: Config) -> None:
 
 
 def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, found: Fingerprint) -> list[Problem]:
-    """Raise ConfigError if the data of a resumed run has changed; `found` is the fingerprint of the data now.
+    """Raise ConfigError if a resumed run's data has changed; `found` is the data's present fingerprint.
 
     A phase that is resumed in its middle needs the same data in the same order. Any other phase needs the same
     tokenizer. With `run.accept_data_changes` the differences are returned instead of raised.

@@ -1,4 +1,4 @@
-"""Log messages of the first rank: at the start of a run, at the start of each phase, and at the end of the run."""
+"""Log messages of the first rank: at the start of a run and of each phase, and at the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOG = logging.getLogger(__name__)
 
 
 def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
-    """Log the model, device, layout, steps and folder of a run, and which implementation of each op runs and why.
+    """Log a run's model, device, layout, steps and folder, and each op's implementation with the reason for it.
 
     The run trains the steps after `first`, up to `last`.
     """
@@ -76,7 +76,7 @@ def as_text(table: Table) -> str:
 def ops_of(model: ModelConfig) -> set[str]:
     """Return the names of the ops that a model may call.
 
-    These are the ops named in the modules of its layers' classes, the dropout of its adapters, and those of the loss.
+    These are the ops named in the modules of its layers' classes, its adapters' dropout, and the loss's ops.
     """
     mixers = [cls for spec in architecture(model).specs for cls in mixer_class(spec).__mro__]
     files = {sys.modules[cls.__module__] for cls in (*mixers, Residual, RMSNorm)}

@@ -1,12 +1,12 @@
 """Watchdog: a thread that ends a process without progress.
 
-Causes are a loader that hangs, a collective in which a rank is missing, or a dead disk. Training announces each part of
-its work (`beat`), and the part must end within `run.timeout`. If it does not, the watchdog writes the stacks of all
-Python threads to logs/stacks-RANK.txt and those of the loader's worker processes to stderr, and records the failure.
+Causes are a loader that hangs, a collective in which a rank is missing, or a dead disk. Training announces each part
+that it begins (`beat`), which must end within `run.timeout`. If it does not, the watchdog writes all Python threads'
+stacks to logs/stacks-RANK.txt, makes the loader's worker processes write theirs to stderr, and records the failure.
 Then it ends the process with exit code 1 by os._exit, which works wherever the main thread is stuck. A launcher then
 ends the other ranks, and the next start resumes.
 
-If the interpreter itself is stuck, the thread of faulthandler writes stacks and ends the process BACKSTOP_S later, but
+If the interpreter itself is stuck, faulthandler's own thread writes stacks and ends the process BACKSTOP_S later, but
 leaves no record in outcome.json.
 """
 

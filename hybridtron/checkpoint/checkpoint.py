@@ -86,9 +86,7 @@ class Checkpoint:
         return into
 
     def fill(self, blocks: Sequence[Any]) -> None:
-        """Read blocks (`ShardedTensor`s) of any layout, in place. Raises BrokenCheckpoint if a tensor has another
-        shape.
-        """
+        """Read blocks (`ShardedTensor`s) of any layout, in place. Raises BrokenCheckpoint if shapes differ."""
         wanted: dict[str, list[tuple[Tensor, Sequence[int]]]] = {}
         for block in blocks:
             if self._of(block.key)[0].shape != tuple(block.global_shape):

@@ -50,16 +50,14 @@ class Copies:
         return next((one.block.key for one in copied if not one.finite), None)
 
     def blocks(self) -> dict[str, list[Any]]:
-        """Wait for all copies and return them by file kind. Raises NotFinite, or the exception that a copy
-        failed with.
-        """
+        """Wait for all copies and return them by file kind. Raises NotFinite, or a copy's own exception."""
         if key := self.fault():
             raise NotFinite(f"values of {key} are not finite")
         return {name: [one.result().block for one in of_file] for name, of_file in self.files.items()}
 
 
 class Copier:
-    """Copies the blocks of a run's checkpoints, into the same memory each time."""
+    """Threads that copy the blocks of a run's checkpoints, into the same memory each time."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(COPIERS, "copier")

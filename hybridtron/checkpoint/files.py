@@ -168,9 +168,7 @@ def _digested(write: Callable[[memoryview], None], stored: memoryview) -> str:
 
 
 def _read(path: Path, start: int, count: int, expected: str, size: int) -> np.ndarray:
-    """Read `count` bytes of a file from `start` on; raise BrokenCheckpoint if they, or the file's size, are not as
-    expected.
-    """
+    """Read `count` bytes from `start` on. Raises BrokenCheckpoint if digest or file size are not as expected."""
     try:
         with open_regular(path) as file:
             found = os.fstat(file.fileno()).st_size

@@ -131,9 +131,7 @@ def read(folder: Path) -> CheckpointManifest:
 
 
 def stored_in(folder: Path) -> bytes:
-    """Read a manifest's bytes without verifying them. Raises BrokenCheckpoint if the file is missing or can't
-    be read.
-    """
+    """Read a manifest's bytes without verifying them. Raises BrokenCheckpoint if that fails."""
     path = folder / FILE
     try:
         return read_regular(path, GREATEST)

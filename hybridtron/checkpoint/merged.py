@@ -71,8 +71,9 @@ class MergedCheckpoint(Checkpoint):
 
 
 def adapter_pair(held: Container[str], key: str) -> tuple[str, str] | None:
-    """Return the keys of a weight's adapter matrices A and B; None if it has no adapter. `key` may also name its
-    master.
+    """Return the keys of a weight's adapter matrices A and B; None if it has no adapter.
+
+    `key` may also name the weight's master.
     """
     A, B = (adapter_key(key.removeprefix(MASTER), piece) for piece in "AB")
     return (A, B) if is_adapter(A) and A in held else None

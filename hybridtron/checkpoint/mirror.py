@@ -30,7 +30,7 @@ PATIENCE = Patience(timeout=300.0, retries=0, slowest=2**17)
 
 
 class Mirror:
-    """Uploads a run's checkpoints to a store in the background."""
+    """Background upload of a run's checkpoints to a store."""
 
     def __init__(self, url: str) -> None:
         self.bucket = Bucket(url, PATIENCE)

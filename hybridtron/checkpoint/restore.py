@@ -94,8 +94,9 @@ def _first_fault(own: RestoreFault | None) -> RestoreFault | None:
 
 
 def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
-    """Verify the weights that a configuration key names; all processes share the reading. Raises ConfigError if they
-    are not valid.
+    """Verify the weights that a configuration key names. Raises ConfigError if they are not valid.
+
+    All processes call this together and share the reading.
     """
     fault = None
     try:
@@ -146,7 +147,8 @@ def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> RestoreFault
     """Load the weights, and perhaps the moments, that a new phase starts from; return the fault, or None.
 
     A weight that is not bf16 in this phase is read from its fp32 master where the checkpoint has one, and a master that
-    it lacks is read from the weight. Moments that it lacks are zero. Adapters that it lacks keep their initial values.
+    it lacks is read from the weight. Moments that it lacks, or that are not kept, are zero. Adapters that it lacks keep
+    their initial values.
     """
     held, wanted = border.weights.shapes, []
 

@@ -70,7 +70,7 @@ class Content:
 
 
 class Saver:
-    """Writes a run's checkpoints, one at a time, and counts failures in a row."""
+    """A writer for a run's checkpoints: one at a time, with failures in a row counted."""
 
     def __init__(self, config: Config, run_dir: Path, groups: Groups, patience_s: float = 600.0) -> None:
         self.config, self.run_dir, self.groups, self.patience_s = config, run_dir, groups, patience_s

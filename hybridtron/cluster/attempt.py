@@ -59,7 +59,10 @@ def begin(asked: argparse.Namespace) -> str:
 
 
 def check(asked: argparse.Namespace) -> str:
-    """Choose the nodes to run on from preflight's reports; if too few are good, requeue without the bad ones."""
+    """Choose the nodes to run on from preflight's reports; if too few are good, requeue without the bad ones.
+
+    A fault that no single node is to blame for ends the attempt as failed.
+    """
     reports = {name: report for name in asked.nodes if (report := read_record(asked.reports / f"{name}.json"))}
     for name, report in reports.items():
         say(f"{name}: {', '.join(report['found'])}")

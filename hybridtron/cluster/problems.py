@@ -20,7 +20,7 @@ from hybridtron.problems import Problem, did_you_mean
 
 
 def password_problems(settings: Sequence[str]) -> list[Problem]:
-    """Report settings that hold a password. Called for a sweep's runs, whose configurations may not be known yet."""
+    """Report passwords in settings. Used for configurations that can't be loaded (yet)."""
     cure = "which would be written into the job's script: leave it in the environment that you submit from"
     held = [one for one in settings if WITH_PASSWORD.search(one)]
     return [Problem(one.partition("=")[0], f"holds a password, {cure}") for one in held]

@@ -1,4 +1,4 @@
-"""Asks a model the samples of tasks, and scores its answers.
+"""Answers to task samples: asking a model, and scoring.
 
 A text task's answer is generated greedily and scored by the task's metrics. Only the continuation is scored. It has as
 many tokens as the sample specifies, unless the text ends before; there are no stop strings and no BOS. Tasks on token

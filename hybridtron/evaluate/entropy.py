@@ -130,7 +130,7 @@ def _looked(q_BQHK: Tensor, k_BSGK: Tensor, visible_BGAQS: Tensor) -> Looked:
 
 @dataclass
 class Attending:
-    """Accumulates a layer's attention entropies, for queries from position `first` in the rows on."""
+    """A layer's accumulated attention entropies, for queries from position `first` in the rows on."""
 
     first: int
     read: int = 0
@@ -172,7 +172,7 @@ class Attending:
 
 @dataclass
 class Selecting:
-    """Accumulates the step sizes in a layer's scan."""
+    """The accumulated step sizes of a layer's scan."""
 
     tokens: int = 0
     sum_BE: Tensor | float = 0.0
@@ -208,7 +208,7 @@ Observed = TypeVar("Observed", Attending, Selecting)
 
 @dataclass
 class Looking:
-    """Observes a model's ops while it reads, and accumulates entropies by layer."""
+    """An observer of a model's ops that accumulates entropies by layer while the model reads."""
 
     first: int
     context: ContextGroup = WHOLE_ROWS

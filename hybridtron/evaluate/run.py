@@ -1,4 +1,4 @@
-"""Evaluates one checkpoint from start to end: checks the suite, measures, writes results.
+"""The evaluation of one checkpoint from start to end: check the suite, measure, write results.
 
     samples.jsonl       a line for each sample; a killed evaluation continues after the last one
     results.json        a row for each task, length and metric, with the conditions that it was measured under

@@ -1,4 +1,4 @@
-"""Loads a checkpoint's model and tokenizer for reading, on one process or on all processes that torchrun started."""
+"""Loading a checkpoint's model and tokenizer for reading, on one process or on all processes that torchrun started."""
 
 from __future__ import annotations
 

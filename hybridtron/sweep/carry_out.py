@@ -1,4 +1,4 @@
-"""Runs a sweep on this machine, several runs at a time, each as `hybridtron train` in its own process.
+"""Execution of a sweep on this machine: several runs at a time, each as `hybridtron train` in its own process.
 
 Finished runs are not started again; interrupted or failed ones resume from their newest checkpoint. If a run fails, the
 failure is reported and the others continue. A run's output is appended to LOGS/NAME.log in the sweep's folder.

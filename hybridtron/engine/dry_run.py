@@ -1,7 +1,7 @@
-"""Builds every rank's model of a layout on the meta device and holds the shards against the table of weights.
+"""Build every rank's model of a layout on the meta device, and compare the shards with the parameter table.
 
-No memory is used and no other process is needed: the process group is a fake one of torch's, of the layout's size,
-and this process takes every rank's place in turn. Data-parallel ranks build the same, so one of each is built.
+This needs no memory and no other process: torch's fake process group has the layout's size, and this process acts as
+each rank in turn. Data-parallel replicas are identical, so only one is built.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridtron.parallel import groups
 
 @dataclass(frozen=True)
 class Built:
-    """What one rank built: the shape of each of its weights, by name."""
+    """Weights that one rank built: their shapes by name."""
 
     rank: int
     pipeline_rank: int
@@ -32,11 +32,12 @@ class Built:
 
     @property
     def parameters(self) -> int:
+        """Number of values that the rank's weights have together."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
 def build_every_rank(config: Config) -> Iterator[Built]:
-    """Each rank of one data-parallel replica in turn."""
+    """Build each rank of one data-parallel replica in turn, and yield its shapes."""
     world = config.parallel.model_ranks
     for rank in range(world):
         with megatron_context():
@@ -50,7 +51,10 @@ def build_every_rank(config: Config) -> Iterator[Built]:
 
 
 def faults(config: Config, ranks: list[Built]) -> list[str]:
-    """Weights that nobody holds, or whose shares do not add up; a tied embedding may stand on two stages."""
+    """List unknown weights, weights on no rank, and shards whose shapes do not make up the full weight.
+
+    A tied embedding may be on two pipeline stages.
+    """
     table, tensor = parameter_table(config.model), config.parallel.tensor
     homes = shared_homes(config.model, stages_of(config))
     found = []

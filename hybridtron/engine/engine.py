@@ -1,4 +1,8 @@
-"""The model of a run on this process's place in the layout, ready to take steps: stages, schedule and optimizer."""
+"""The engine: a run's model on this rank of the layout, with its schedule and optimizer, ready to take steps.
+
+A step is `forward_backward`, which accumulates gradients over micro-batches, and then `step`, which updates the weights
+or refuses to. The engine also evaluates, and exposes its state for checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +41,11 @@ from hybridtron.parallel.whole import gathered
 
 
 class Engine:
-    """Takes steps over micro-batches, on one process or on one rank of many.
+    """Training engine for a model, on one process or on one rank of many.
 
-    It is built for a phase, and serves others that have the same model, precision and trained weights. `whole` reads a
-    weight of a checkpoint by its name; without it the weights start as the seed says.
+    An engine is built for a phase. It can train other phases with the same model, precision and trained weights
+    (`serves`). `whole` is a function that returns a checkpoint's full weight by name; without it the weights are
+    initialised from the seed.
     """
 
     def __init__(
@@ -72,23 +77,23 @@ class Engine:
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.products.fp8, self.device)
         self.rounded = [module for _, module in modules if isinstance(module, CachedWeight)]
         self.guard = Guard(config.optim.spike)
-        self.readers: Sequence[Future[Any]] = ()  # of weights and moments, which no update may overtake
-        self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # of the step under way
-        self.mean_loss = 0.0  # of the last step that was taken or refused; nan where nothing was learned
-        self.learned = 0  # tokens that counted in it
+        self.readers: Sequence[Future[Any]] = ()  # copies of weights and moments; an update waits until they are done
+        self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # of the current step
+        self.mean_loss = 0.0  # per token, of the last step, accepted or refused; nan if no token counted
+        self.learned = 0  # tokens that counted in that loss
         names = {name for spec in architecture(config.model).specs for name in spec.auxiliary}
-        self.auxiliary = dict.fromkeys(sorted(names), 0.0)  # losses that mixers added to it, by name
+        self.auxiliary = dict.fromkeys(sorted(names), 0.0)  # auxiliary losses that mixers added to it, by name
         self.carrier: Carrier | None = None
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
 
     def serves(self, phase: int) -> bool:
-        """Whether a phase can be trained without building another one."""
+        """Check if this engine can train a phase without being rebuilt."""
         wanted = self.phases[phase]
         same = wanted.model == self.config.model and wanted.precision == self.config.precision
         return same and wanted.trained == self.trained
 
     def start_phase(self, index: int, lanes: range) -> None:
-        """Take the phase's settings; its rows start from states as it says, and this process reads these lanes."""
+        """Apply the phase's settings, and prepare its carried or drawn states; this process reads `lanes`."""
         phase = self.phases[index]
         self.config = phase.config
         self.optimizer.settings = self.config.optim
@@ -99,7 +104,11 @@ class Engine:
             self.carrier = Carrier(phase, chunks, lanes, self.groups, self.device)
 
     def forward_backward(self, batches: Sequence[Batch], step: int = 0) -> StepLoss:
-        """The loss of a step of the phase and its gradients; each rank brings its own lanes' micro-batches."""
+        """Run forward and backward passes of a step's micro-batches; return the loss and accumulate the gradients.
+
+        Each data-parallel rank provides the micro-batches of its own lanes. `step` counts from the phase's start and
+        seeds the random choices.
+        """
         if self.carrier is not None:
             self.carrier.begin(step)
         for projection in self.rounded:
@@ -112,14 +121,14 @@ class Engine:
         return loss
 
     def _keyed(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """The micro-batches with their keys: functions of the seed, the phase, the step and the rows of all ranks.
+        """Return the micro-batches with their random keys, which depend on seed, phase, step and global row.
 
-        Micro-batch n holds the rows from n * rows on of this rank's: `turn` chunks of its lanes come before, and it
-        begins at lane `row` of them. Without `start_phase` a rank reads each of its rows once, by its data rank.
+        Micro-batch n holds this rank's rows from n * rows on: `turn` chunks of its lanes come before, and it begins at
+        lane `row` of them. Without `start_phase` a rank reads each of its rows once, by its data rank.
         """
         rows = len(batches[0].tokens_BL)
         rows_of_rank = rows * len(batches)
-        # one chunk of each lane at a time; while a batch grows, a step reads fewer lanes than the phase has
+        # one chunk of each lane at a time; during a ramp, a step reads fewer lanes than the phase has
         lanes = min(len(self._lanes), rows_of_rank) if self._lanes else rows_of_rank
         first = self.groups.data_rank * lanes
         positions = (divmod(number * rows, lanes) for number in range(len(batches)))
@@ -128,18 +137,19 @@ class Engine:
         return [batch.keyed(key, carried) for batch, key in zip(batches, keys, strict=True)]
 
     def invalidate_states(self) -> None:
-        """What is read next does not continue where the last accepted step ended."""
+        """Mark carried states as stale, after data was skipped."""
         if self.carrier is not None:
             self.carrier.invalidate()
 
     def step(self, lr: float, weight_decay: float | None = None) -> tuple[float, bool]:
-        """Update the weights, and commit the states that the rows ended in and FP8's largest values.
+        """Update the weights; commit the carried states and FP8's amax history.
 
-        A refused step changes nothing of these. Without a weight decay of its own the step takes the phase's.
+        A refused step leaves all of these unchanged. `weight_decay` defaults to the phase's. Returns the gradient norm
+        before clipping, and True if the step was accepted.
         """
         added = self._loss.auxiliary
         read = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens, *added.values())
-        # the one place of a step at which the host waits for the device
+        # the only point in a step at which the host waits for the device
         squares, total, tokens, *sums = torch.stack([value.reshape(()).double() for value in read]).tolist()
         grad_norm, self.learned = squares**0.5, int(tokens)
         self.mean_loss = total / tokens if tokens else math.nan
@@ -154,38 +164,41 @@ class Engine:
 
     @property
     def restarted_lanes(self) -> int | None:
-        """Lanes that restarted from zero in this phase so far; None where no state is carried. Waits for the device."""
+        """Number of lanes restarted from zero in this phase so far; None if no state is carried. Synchronizes."""
         return int(self.carrier.restarts) if self.carrier is not None and self.carrier.holds else None
 
     @torch.no_grad()
     def loss(self, batches: Sequence[Batch]) -> StepLoss:
-        """The loss alone, without the z-loss, every row from zero."""
+        """Return the loss without gradients and without the z-loss. All rows start from zero states."""
         with self.statistics.evaluation():
             return run_schedule(self.wrapped, batches, 0.0, self.groups, self.device, forward_only=True)
 
     @torch.no_grad()
     def losses(self, batches: Sequence[tuple[int, Batch]], parts: int) -> StepLoss:
-        """The loss alone of each of `parts` parts, the same on all ranks; a batch is of the part named with it."""
+        """Return the losses without gradients, summed separately for each of `parts` parts; equal on all ranks.
+
+        Each batch is paired with the number of its part.
+        """
         parted = Parted([part for part, _ in batches], parts)
         alone = [batch for _, batch in batches]
         with self.statistics.evaluation():
             return run_schedule(self.wrapped, alone, 0.0, self.groups, self.device, None, True, parted)
 
     def reader(self) -> Reader:
-        """The model as the last step left it, to read with; all processes call this together."""
+        """Return a reader with the current weights. All processes must call this together."""
         self._current_weights()
         return shared_reader([stage.model for stage in self.stages], self.config.model, self.groups, self.dtype)
 
     def compile(self) -> None:
-        """Let torch.compile fuse what lies between the matrix products and the sequence ops."""
+        """Compile the stages with torch.compile, which fuses operations between matrix products and sequence ops."""
         for stage in self.stages:
             stage.model.compile()
 
     def blocks(self) -> dict[str, list[Any]]:
-        """What this process holds of all that training depends on, as views with their places in the whole tensors.
+        """Return this rank's shards of the full training state, as views with their offsets in the full tensors.
 
-        Under `model`, `optimizer`, `fp8` and `states`: what a checkpoint is written from, and read into. All processes
-        call this together.
+        The groups are `model`, `optimizer`, `fp8` and `states`. A checkpoint is written from these views and read into
+        them. All processes must call this together.
         """
         groups, weights = self.groups, []
         for name, weight in self._current_weights():
@@ -199,15 +212,15 @@ class Engine:
         return {"model": weights, "optimizer": self.optimizer.blocks(), "fp8": fp8, "states": states}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, whole, on the first process; all processes walk through this together."""
+        """Yield every full weight on the first process. All processes must iterate together."""
         shares = {name: partial(_on_cpu, weight) for name, weight in self._current_weights()}
         return gathered(shares, parameter_table(self.config.model), self.groups, self.dtype)
 
     def _current_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """What this process holds of the weights, as the last step left them; all processes call this together.
+        """Return this rank's weights as the last step left them. All processes must call this together.
 
-        With `parallel.overlap_param_gather` a step leaves other data-parallel ranks' shares as they were, until the
-        next forward pass asks for them. Code that reads or writes weights outside of one must not be ahead of that.
+        With `parallel.overlap_param_gather`, a step updates only this data-parallel rank's shards; the others are
+        gathered in the next forward pass. So call this before touching weights outside a forward pass.
         """
         if self.config.parallel.overlap_param_gather:
             for stage in self.wrapped:

@@ -1,8 +1,8 @@
-"""The optimizer: AdamW by Megatron's optimizers, or another rule inside of them; weights are treated as the table says.
+"""The optimizer: Megatron's AdamW, or another update rule inside Megatron's optimizers.
 
-With the distributed optimizer each data-parallel rank keeps the fp32 masters and state of its share of the weights.
-Only weights that the table marks for it are decayed, unless all are asked for: Megatron's own rule goes by shape and
-would decay A_log.
+With the distributed optimizer, each data-parallel rank keeps the fp32 masters and the state of its shard of the
+weights. Only weights that the parameter table marks for it are decayed, unless `decay_all` is set: Megatron's own rule
+decides by shape and would decay A_log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hybridtron.parallel.whole import gathered
 
 
 class Optimizer:
-    """One step: clip the accumulated gradients by their norm over all ranks, and update the weights."""
+    """Optimizer for a rank's stages: clips the accumulated gradients by their global norm, then updates the weights."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Optimizer:
         self.stages, self.groups, self.dtype = stages, groups, dtype
         self.state_dtype = torch.promote_types(dtype, torch.float32)
         self.table = parameter_table(config.model)
-        self.settings = config.optim  # of the phase under way
+        self.settings = config.optim  # of the current phase
         undecayed: Any = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
         settings = optimizer_config(config.optim, config.parallel, dtype)
         self.megatron = cast(Any, get_megatron_optimizer(settings, list(stages), config_overrides=undecayed))
@@ -64,22 +64,22 @@ class Optimizer:
             kept = torch.bfloat16 if narrow else self.state_dtype
             inner = RuleOptimizer(inner.param_groups, self.rule, self.shards, self.table, groups.mesh, settings, kept)
             self.only.optimizer = inner
-        elif inner is not None:  # None where all weights of this stage are frozen
+        elif inner is not None:  # None if all weights of this stage are frozen
             make_moments(inner, self.shards.values())
         self.accepted_steps = 0
 
     def step(self, lr: float) -> tuple[float, bool]:
-        """Update with this learning rate; returns the gradient norm before clipping and whether the step was taken."""
+        """Clip and update; return the gradient norm before clipping and True if the step was taken."""
         grad_norm = self.grad_norm()
         return grad_norm, self.take(lr, grad_norm)
 
     def grad_norm(self) -> float:
-        """The norm of the accumulated gradients over all ranks; waits for the device."""
+        """Return the norm of the accumulated gradients over all ranks. Synchronizes."""
         return self.squared_norm().item() ** 0.5
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """The square of that norm, on the device: Megatron's own would wait for it once for each weight."""
+        """Return the squared gradient norm on the device. Megatron's own function would synchronize once per weight."""
         self.megatron.prepare_grads()
         (optimizer,) = self.megatron.chained_optimizers
         gradients = gradients_for_norm(optimizer)
@@ -92,9 +92,10 @@ class Optimizer:
         return squares
 
     def take(self, lr: float, grad_norm: float, wanted: bool = True, weight_decay: float | None = None) -> bool:
-        """Update with this learning rate, if that is wanted; returns whether the step was taken.
+        """Clip gradients and apply the update if `wanted`; return False if the step was refused.
 
-        A step whose gradients are not finite is refused on every rank, and leaves weights and moments as they were.
+        A step whose gradients are not finite is refused on every rank and leaves weights and moments unchanged.
+        Gradients are reset in either case. `weight_decay` defaults to the phase's.
         """
         accepted = wanted and math.isfinite(grad_norm)
         if accepted:
@@ -102,7 +103,7 @@ class Optimizer:
             for group in self.megatron.param_groups:
                 group["lr"] = lr
                 group["weight_decay"] = decay if self.settings.decay_all else decay * group["wd_mult"]
-            # Megatron clips gradients in fp32 only; without need for it, float64 can be audited.
+            # Megatron clips only fp32 gradients; skipping it when unneeded lets an audit run in float64.
             if grad_norm > self.settings.clip and (weights := self.only.get_parameters()):
                 clip_grad_by_total_norm_fp32(weights, self.settings.clip, grad_norm)
             self.megatron.step_with_ready_grads()
@@ -111,7 +112,7 @@ class Optimizer:
         return accepted
 
     def norms(self) -> dict[str, float]:
-        """Weight and gradient norms of each layer, of the embedding, the final norm and the head, over all ranks."""
+        """Return weight and gradient norms over all ranks, by layer, embedding, final norm and head."""
         squares = {name: torch.zeros(2, dtype=torch.float64) for name in _layers_of(self.table)}
         for name, shard in self.shards.items():
             weight: Any = shard.weight
@@ -125,15 +126,15 @@ class Optimizer:
         return {f"{layer}.{kind}": roots[i][k] for i, layer in enumerate(squares) for k, kind in enumerate(kinds)}
 
     def zero_grad(self) -> None:
-        """Forget the gradients of this step."""
+        """Reset the gradients."""
         for stage in self.stages:
             stage.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def blocks(self) -> list[Any]:
-        """Masters and state parts of this process, as `exp_avg.NAME`, with their places in the whole tensors.
+        """Return this rank's masters and state parts, as `exp_avg.NAME`, with their offsets in the full tensors.
 
-        Masters are there for bf16 weights only, since an fp32 weight is its own.
+        Only bf16 weights have masters, since an fp32 weight is its own.
         """
         parts = {name: self.rule.parts(name, self.table[name]) for name in self.shards}
         kinds = dict.fromkeys(["master", *itertools.chain.from_iterable(parts.values())])
@@ -144,7 +145,7 @@ class Optimizer:
             own = None if declared is None else shard.tensor(kind)
             if declared is None or own is None or (kind == "master" and self._own_master(parameter)):
                 continue
-            follows = declared.shape == parameter.shape  # cut over data-parallel ranks as the weight is
+            follows = declared.shape == parameter.shape  # then it is sharded over data-parallel ranks like the weight
             cuts = declared.active_cuts(mesh_sizes(self.groups.mesh))
             main = writes(name, self.groups, cuts, copied_over_data=shard.everywhere or not follows)
             main = main and not getattr(shard.weight, "shared", False)
@@ -157,38 +158,39 @@ class Optimizer:
         return blocks
 
     def resume(self, steps: int) -> None:
-        """Continue as after `steps` accepted steps, when masters and moments are in place."""
+        """Set the step count, after masters and moments were restored."""
         self.accepted_steps = steps
         set_steps(self.only.optimizer, steps)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole gradient of every weight, summed over all ranks, before a step is taken."""
+        """Yield every weight's full gradient, summed over all ranks; call it before a step is taken."""
         shares = {name: partial(_whole_gradient, shard) for name, shard in self.shards.items()}
         return gathered(shares, self.table, self.groups, self.state_dtype)
 
     def _own_master(self, parameter: Parameter) -> bool:
+        """Check if a weight is its own master, since it is not bf16."""
         return parameter.fp32 or self.dtype != torch.bfloat16
 
 
 def set_steps(inner: torch.optim.Optimizer | None, steps: int) -> None:
-    """Correct the moments' bias as after `steps` steps.
+    """Set the optimizer's step count, which corrects the bias of the moments.
 
-    Megatron takes Transformer Engine's or apex's AdamW where one is installed. Those count steps for a group of
-    weights, and torch's for each weight.
+    Megatron uses Transformer Engine's or apex's AdamW if one is installed. Those count steps per parameter group,
+    torch's counts them per weight.
     """
     if isinstance(inner, RuleOptimizer):
         inner.steps = steps
     elif isinstance(inner, torch.optim.AdamW):
         for state in inner.state.values():
             state["step"].fill_(steps)
-    elif inner is not None:  # a rank whose weights are all frozen has none
+    elif inner is not None:  # None on a rank whose weights are all frozen
         for group in inner.param_groups:
             group["step"] = steps
 
 
 def make_moments(inner: torch.optim.Optimizer, shards: Iterable[Shard]) -> None:
-    """Make the state of the AdamW that Megatron chose as its first step would, and let the shards know it."""
-    if isinstance(inner, torch.optim.AdamW):  # Megatron leaves torch's at its slow form
+    """Allocate AdamW's state as Megatron's first step would, and give the shards access to it."""
+    if isinstance(inner, torch.optim.AdamW):  # Megatron does not enable torch's fused implementation
         for group in inner.param_groups:
             group["fused"], group["foreach"] = True, False
     for shard in shards:
@@ -202,10 +204,10 @@ def make_moments(inner: torch.optim.Optimizer, shards: Iterable[Shard]) -> None:
 
 @dataclass
 class Shard:
-    """What this rank's optimizer keeps of one weight: the entries `start` to `stop` of it, flattened.
+    """Entries `start` to `stop` of a flattened weight, for which this rank's optimizer keeps state.
 
-    `master is None`: these entries are held by other data-parallel ranks, or the weight is frozen. `everywhere`: all
-    data-parallel ranks hold the same entries. `parts` are the state that the optimizer keeps of them.
+    `master` is None if other data-parallel ranks hold these entries or the weight is frozen. `everywhere` is True if
+    all data-parallel ranks hold the same entries. `parts` is the optimizer's state for these entries.
     """
 
     weight: Any  # an nn.Parameter with the attributes that Megatron sets
@@ -216,13 +218,13 @@ class Shard:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     def tensor(self, kind: str) -> Tensor | None:
-        """The master, the gradient of a step not yet taken, or a part; None where this rank has none."""
+        """Return the master, the gradient before a step, or a state part; None if this rank has none."""
         if kind == "gradient" and self.master is not None:
             return self.weight.main_grad.flatten()[self.start : self.stop]
         return self.master if kind == "master" else self.parts.get(kind)
 
     def over_data(self, entries: Tensor | None) -> Tensor:
-        """This tensor-parallel rank's share, from the entries that data-parallel ranks hold of it."""
+        """Assemble this tensor-parallel rank's full shard from the entries on all data-parallel ranks."""
         shape = self.weight.shape
         if self.everywhere:
             assert entries is not None
@@ -235,7 +237,10 @@ class Shard:
         return share.view(shape)
 
     def squares(self) -> Tensor:
-        """Sums of squares of these entries, and of their gradients."""
+        """Return the squared norm of these entries, and that of their gradients.
+
+        Both are zero on ranks that hold a second copy.
+        """
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         if self.master is None or (self.everywhere and copy > 0):
             return torch.zeros(2, dtype=torch.float64)
@@ -244,7 +249,7 @@ class Shard:
 
 
 def shards_of(stages: Sequence[DistributedDataParallel], optimizer: Any) -> dict[str, Shard]:
-    """The shard of every weight of these stages, by the weight's name in the model."""
+    """Return the optimizer's shard of every weight in these stages, by the weight's name in the model."""
     models: list[Any] = [stage.module for stage in stages]
     weights = {name: weight for module in models for name, weight in module.model.named_parameters()}
     if not isinstance(optimizer, DistributedOptimizer):
@@ -259,11 +264,12 @@ def shards_of(stages: Sequence[DistributedDataParallel], optimizer: Any) -> dict
 
 
 def _whole_gradient(shard: Shard) -> Tensor:
-    """This tensor-parallel rank's share of a gradient."""
+    """Return a gradient's full tensor-parallel shard on the CPU."""
     return shard.over_data(shard.tensor("gradient")).cpu()
 
 
 def _shard(weight: nn.Parameter, master: Tensor | None, optimizer: DistributedOptimizer) -> Shard:
+    """Return a weight's shard in the distributed optimizer."""
     if master is None:
         return Shard(weight, None, 0, 0)
     entries = optimizer._get_model_param_range_map(weight)["param"]
@@ -271,7 +277,7 @@ def _shard(weight: nn.Parameter, master: Tensor | None, optimizer: DistributedOp
 
 
 def _masters(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
-    """The fp32 shard that stands for each weight. (Megatron's own index is off where a group mixes bf16 and fp32.)"""
+    """Return each weight's fp32 master shard. (Megatron's own index is wrong if a group mixes bf16 and fp32.)"""
     pairs = (
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -285,6 +291,7 @@ def _masters(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
 
 
 def _layer_of(name: str) -> str:
+    """Return the name of the layer that a weight counts in: `layers.3`, `embedding`."""
     parts = name.split(".")
     return ".".join(parts[:2] if parts[0] == "layers" else parts[:1])
 

@@ -1,7 +1,7 @@
-"""Forward and backward passes of a step over its micro-batches, by Megatron's schedules.
+"""Forward and backward passes of a step's micro-batches, by Megatron's schedules.
 
-One process, 1F1B and interleaved stages all run through here. A loss is a sum over tokens; Megatron divides the
-gradients by the number of tokens of the whole step, over all micro-batches and ranks, however unequal their masks.
+One process, 1F1B and interleaved stages all run through here. A loss is a sum over tokens. Megatron divides the
+gradients by the number of loss tokens of the step, over all micro-batches and ranks, even if their masks differ.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hybridtron.parallel.loss import linear_cross_entropy
 
 
 class StepLoss(NamedTuple):
-    """Cross entropy summed over the unmasked tokens of all ranks, and how many these are; known to every rank.
+    """Cross entropy summed over all ranks, and the total number of loss tokens; replicated on all ranks.
 
-    Both have an entry for each part where the batches are of several. `auxiliary` has the same sum of each auxiliary
-    loss by its name, which the cross entropy does not contain.
+    If the batches belong to several parts, both have one entry per part. `auxiliary` has the auxiliary losses by name,
+    also summed over ranks; the cross entropy does not include them.
     """
 
     total: Tensor
@@ -41,11 +41,12 @@ class StepLoss(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
+        """Mean cross entropy per loss token."""
         return self.total / self.tokens.clamp(min=1)
 
 
 class Parted(NamedTuple):
-    """Which of `count` parts each of this rank's batches belongs to: losses are summed for each part."""
+    """Assignment of this rank's batches to `count` parts, whose losses are summed separately."""
 
     of_batch: Sequence[int]
     count: int
@@ -62,12 +63,12 @@ def run_schedule(
     parted: Parted | None = None,
     auxiliary: Sequence[str] = (),
 ) -> StepLoss:
-    """Run the micro-batches of this data-parallel rank through the pipeline; adds up gradients unless forward_only.
+    """Run this data-parallel rank's micro-batches through the pipeline; accumulate gradients unless forward_only.
 
-    Every rank brings the batches itself, since each needs the boundaries of documents, and the ends need the tokens.
-    The carrier hands each row its state; without one all start from zero. Core passes a forward pass nothing about
-    its micro-batch, so each chunk's iterator does. Where ranks share rows, batches are of whole rows or of a rank's own
-    parts. `auxiliary` names the losses that mixers of any stage add.
+    Every pipeline rank provides the same batches, since each needs the document boundaries, and both ends need the
+    tokens. The carrier provides each row's initial state; without one all rows start from zero. Megatron-core does not
+    say which micro-batch a forward pass is for, so each stage's iterator does. With context parallelism, batches hold
+    full rows or this rank's sequence shards. `auxiliary` names the losses that mixers of any stage add.
     """
     schedule: Any = get_forward_backward_func()
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
@@ -91,14 +92,17 @@ def run_schedule(
 
 
 def _length_sent(stages: Sequence[nn.Module], batch: Batch) -> int:
-    """Of what a stage sends on of a row: its tokens, those of all shares, and again those of the embedding."""
+    """Return the sequence length that Megatron expects between stages; doubled if the embedding travels along.
+
+    It is the full rows' length, since Megatron divides it by the number of context-parallel ranks.
+    """
     first: Any = stages[0].module
     length, share = batch.tokens_BL.shape[1], batch.seq.share
     return length * (1 if share is None else share.size) * (2 if first.model.carries_embedding else 1)
 
 
 def _of_all_ranks(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of auxiliary losses the sums over stages and data-parallel ranks, and the mean over tensor-parallel ones."""
+    """Reduce auxiliary losses: sum over stages and data-parallel ranks, mean over tensor-parallel ranks."""
     if not sums:
         return {}
     together = torch.stack(list(sums.values()))
@@ -110,7 +114,7 @@ def _of_all_ranks(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _numbered(chunk: int, batches: Sequence[Batch]) -> Iterator[tuple[int, int, Batch]]:
-    """The micro-batches of one chunk, with its number and theirs."""
+    """Yield the micro-batches of one stage, with the stage's number and theirs."""
     for number, batch in enumerate(batches):
         yield chunk, number, batch
 
@@ -124,7 +128,10 @@ def _forward_step(
     carrier: Carrier | None,
     sums: Mapping[str, Tensor],
 ) -> tuple[Tensor, Any]:
-    """One micro-batch through one chunk; what it has of auxiliary losses is added to the sums."""
+    """Run one micro-batch through one stage, and add its auxiliary losses to the sums.
+
+    Returns the output and the function by which Megatron gets the loss on the last stage.
+    """
     chunk, number, batch = next(batches)
     batch = own_share(batch, groups.context).to(device)
     states = None if carrier is None else carrier.initial(chunk, number, batch)
@@ -146,10 +153,10 @@ def _forward_step(
 
 
 def _finished(out: ModelOut, batch: Batch) -> ChunkOut:
-    """What a stage makes of its part of a batch.
+    """Return a stage's output for a chunk, with its auxiliary losses attached.
 
-    An auxiliary loss is a mean over the micro-batch and counts with its number of tokens, as the gradients of all are
-    divided by the number of tokens of the step.
+    An auxiliary loss is a mean over the micro-batch. It is multiplied by the number of loss tokens, since all gradients
+    are later divided by the step's number of loss tokens.
     """
     tokens = batch.mask_BL.sum()
     losses = {name: loss * tokens for name, loss in out.aux.items()}
@@ -160,7 +167,7 @@ def _finished(out: ModelOut, batch: Batch) -> ChunkOut:
 def _loss_of(
     x_LBD: Tensor, model: LanguageModel, batch: Batch, chunks: int, z_loss: float, tensor: TensorGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What Megatron asks of the last stage: the loss summed over tokens, their number, and what to report."""
+    """Return the loss summed over tokens, their number, and the values to report, in the form that Megatron expects."""
     labels_LB, mask_LB = (as_gathered(x_BL.T, chunks, tensor) for x_BL in (batch.labels_BL, batch.mask_BL))
     loss = linear_cross_entropy(x_LBD, model.output_weight(), labels_LB, mask_LB, z_loss, tensor)
     report = torch.stack([loss.cross_entropy.detach().double(), loss.tokens.double()])
@@ -168,7 +175,7 @@ def _loss_of(
 
 
 def with_auxiliary_losses(output: Tensor, losses: Sequence[Tensor]) -> Tensor:
-    """The output, made to bring auxiliary losses into the backward pass of its own stage."""
+    """Attach auxiliary losses to the output, so that the backward pass of this stage includes them."""
     for loss in losses:
         output = MoEAuxLossAutoScaler.apply(output, loss)
-    return output.clone() if losses else output  # a view of itself by now, which Megatron can't free behind a stage
+    return output.clone() if losses else output  # the result is a view, whose memory Megatron cannot release

@@ -1,8 +1,8 @@
-"""A model that only reads, cut over tensor- and pipeline-parallel ranks: the same logits, losses on every rank.
+"""Inference over tensor- and pipeline-parallel ranks: every rank gets the same logits and losses.
 
-All ranks read the same tokens, unless context-parallel ones divide them (`shared_reading.py`). The stream passes from
-stage to stage, and the last one sends what is wanted of it to all; so each chooses the same token, and none waits for
-another's choice. There is no schedule: one stage computes at a time, as a token's successor is not known before.
+All ranks read the same tokens, unless context-parallel ranks divide them (`shared_reading.py`). The stream passes from
+stage to stage, and the last stage broadcasts the requested result, so that every rank chooses the same next token
+without a further message. Stages compute one at a time, without a schedule: the next token depends on the last stage.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import MEGATRON
 from hybridtron.parallel.plain_values import all_gather_tensors
 
-SEQ_LEN = 2048  # by whose costs the layers are shared out over stages, whatever is read
+SEQ_LEN = 2048  # sequence length at which stages are balanced by cost, for inputs of any length
 
 
 def slices(model: ModelConfig, parallel: ParallelConfig, groups: Groups, dtype: torch.dtype) -> list[LanguageModel]:
-    """The parts of the model that this rank computes, their weights not yet filled."""
+    """Build the stages that this rank computes, with uninitialised weights."""
     layers = stage_layers(model, parallel, SEQ_LEN)
     places = [
         ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, groups.tensor)
@@ -42,7 +42,7 @@ def slices(model: ModelConfig, parallel: ParallelConfig, groups: Groups, dtype: 
 
 
 def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Groups, dtype: torch.dtype) -> Reader:
-    """Reads with all ranks of the model, which call it together."""
+    """Return a reader over the model's pipeline ranks, which must call it together."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     ranks = dist.get_process_group_ranks(pipeline)
     before, after = (ranks[(groups.pipeline_rank + step) % len(ranks)] for step in (-1, 1))
@@ -72,9 +72,9 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
 
 
 def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: Groups, dtype: torch.dtype) -> Reader:
-    """Reads with the weights of a model that trains, which stay its own; all ranks call this together.
+    """Return a reader that shares the weights of a model in training. All ranks must call this together.
 
-    Every rank has all tokens of a row, and products are plain ones: a length need not divide by what training's do.
+    Every rank has all tokens of a row and uses plain products, so the length need not be divisible as in training.
     """
     tensor = replace(groups.tensor, sequence=False, products=MEGATRON)
     parts = []
@@ -92,7 +92,7 @@ def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: 
 
 
 def of_all(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
-    """What all ranks' layers say, on each of them: heads or channels in their order, layers in theirs."""
+    """Gather per-layer results over tensor and pipeline ranks: heads or channels in order, and layers in order."""
     tensor = parallel_state.get_tensor_model_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     shares = all_gather_tensors({str(layer): said for layer, said in of_layers.items()}, tensor)

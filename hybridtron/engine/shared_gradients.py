@@ -1,8 +1,8 @@
-"""Gradients of weights that several stages hold, as places of a letter share them: summed over these stages.
+"""Sum gradients over pipeline stages, for weights that several sub-layers of a letter share.
 
-Each stage has a copy, which starts as the others do and gets the same sum, and so stays the same. Data-parallel sums
-come first: such weights have buckets of their own, as a tied embedding has, so that with the distributed optimizer each
-data-parallel rank has the same entries of a weight on every stage.
+Each stage with such a sub-layer has a copy of the weight. All copies start equal and receive the same summed gradient,
+so they stay equal. Data-parallel sums come first. Such weights have their own buckets, like a tied embedding, so that
+with the distributed optimizer each data-parallel rank has the same entries of a weight on every stage.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 @dataclass
 class SharedGradients:
-    """The weights, by name: what a rank holds of each, and the type in which gradients are added up."""
+    """Shared weights by name, with the shapes of their tensor-parallel shards and their gradients' dtypes."""
 
     shapes: Mapping[str, Sequence[int]]
     dtypes: Mapping[str, torch.dtype]
-    learning: list[str] | None = field(default=None, init=False)  # known after the first step
+    learning: list[str] | None = field(default=None, init=False)  # the trained ones' names, after the first step
 
     def sum_over_stages(self, weights: Mapping[str, Any], device: torch.device) -> None:
-        """Of the weights that this rank holds; all ranks of a pipeline call it together."""
+        """All-reduce the shared gradients over stages; `weights` are those that this rank holds.
+
+        All ranks of a pipeline must call this together. Ranks without a weight contribute zeros.
+        """
         group = parallel_state.get_pipeline_model_parallel_group()
         if self.learning is None:
             flags = [name in weights and weights[name].requires_grad for name in self.shapes]

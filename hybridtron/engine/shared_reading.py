@@ -1,9 +1,9 @@
-"""Reads rows whose tokens are divided over context-parallel ranks: what one process reads of them, on every rank.
+"""Inference over context-parallel ranks: every rank gets the result that one process would get for the full row.
 
-Each piece of a row is cut into shares, of which layers hand over what comes before, as in training
-(`parallel/context.py`). What is made of every token is gathered, and the states after the piece are those after its
-last share, which all ranks then hold. So they can all continue: the next piece by shares again, and alike, each for
-itself, what can't be shared out evenly: a few tokens at a piece's end, and those of a text that is being written.
+Each chunk of a row is divided into sequence shards, and layers exchange the earlier tokens they need, as in training
+(`parallel/context.py`). Results per token are all-gathered. The states after the chunk are those after its last shard,
+and are broadcast to all ranks, so that any rank can continue. Tokens that cannot be divided evenly, such as a few at
+the end of a chunk or new tokens in generation, are read by all ranks redundantly.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from hybridtron.parallel.context import (
     value_of_last_share,
 )
 
-GROWING = ("keys", "values")  # those of full attention, behind those of the tokens before
+GROWING = ("keys", "values")  # state parts of full attention, to which each chunk appends
 
 
 def among_shares(inner: Reader, model: ModelConfig, context: ContextGroup) -> Reader:
-    """A reader whose ranks divide what is read, from one whose ranks all have the same."""
+    """Return a reader that divides tokens over context-parallel ranks; `inner` reads all tokens on each rank."""
     if context.size == 1:
         return inner
     unit = math.lcm(context.size, architecture(model).reads_in)
 
     def alike(tokens_BL: Tensor, states: States | None, seq: SeqInfo, wanted: Finish) -> tuple[Tensor, States]:
-        # by all ranks, and yet one of them speaks: rounding on another device might choose another token there
+        # broadcast one rank's result, since rounding may differ between devices and ranks could choose different tokens
         made, states = inner.forward(tokens_BL, states, seq, wanted)
         return of_last_share(made, context), states
 
@@ -64,7 +64,7 @@ def among_shares(inner: Reader, model: ModelConfig, context: ContextGroup) -> Re
 def by_shares(
     forward: Forward, context: ContextGroup, tokens_BL: Tensor, states: States | None, seq: SeqInfo, wanted: Finish
 ) -> tuple[Tensor, States]:
-    """Of tokens that the ranks divide evenly: what is wanted of them, and the states after, on every rank."""
+    """Read tokens that the ranks divide evenly; return the result and the new states on every rank."""
     length = tokens_BL.shape[1]
     here = own_tokens(length, context)
     of_own = wanted if wanted.of_tokens is None else wanted.of_tokens(here)
@@ -74,9 +74,9 @@ def by_shares(
 
 
 def states_of_row(own: States, before: States, length: int, context: ContextGroup) -> States:
-    """The states after a row of this length on every rank, each of which has those after its own share.
+    """Broadcast the states after a row of this length, from the last shard to every rank.
 
-    Of keys that only grow, the row's own are sent: all ranks have those from before it.
+    Keys and values that only grow are sent without their old part, which all ranks have already.
     """
     parts = [
         [layer, name, list(part.shape), _grown(name, part, before.get(layer, {}).get(name), length)]
@@ -95,7 +95,7 @@ def states_of_row(own: States, before: States, length: int, context: ContextGrou
 
 
 def _grown(name: str, part: Tensor, before: Tensor | None, length: int) -> int:
-    """By how many tokens of the row a part has grown behind what it was, which is still there; 0 if it is another."""
+    """Return the number of tokens appended to a growing state part; 0 if the part was rewritten."""
     grows = name in GROWING and before is not None and part.shape[1] == before.shape[1] + length
     return length if grows else 0
 
@@ -105,4 +105,5 @@ def _behind(before: Tensor, sent: Tensor) -> Tensor:
 
 
 def _part(tokens_BL: Tensor, seq: SeqInfo, here: slice, states: States | None) -> tuple[Tensor, States | None, SeqInfo]:
+    """Return a slice of the tokens as arguments for `forward`."""
     return tokens_BL[:, here], states, seq.map(lambda x_BL: x_BL[:, here].contiguous())

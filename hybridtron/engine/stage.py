@@ -1,4 +1,7 @@
-"""A chunk of the model in the shape that Megatron's schedules and data parallelism expect of a module."""
+"""Pipeline stages in the form that Megatron's schedules and data parallelism expect.
+
+Functions here build a rank's stages, mark their weights for Megatron, and finish a step's gradients.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ from hybridtron.problems import ConfigError, Problem
 
 
 class Stage(nn.Module):
-    """Hands the chunk the stream that came from the chunk before; Megatron reads the attributes set here."""
+    """A pipeline stage. It receives the previous stage's stream from Megatron's schedule.
+
+    Megatron reads the attributes that are set here.
+    """
 
     model_type = ModelType.encoder_or_decoder
 
@@ -54,15 +60,15 @@ class Stage(nn.Module):
         self.pre_process, self.post_process = model.slice.first, model.slice.last
         self.share_embeddings_and_output_weights = model.tied
         self.received: Tensor | None = None
-        self.shared: SharedGradients | None = None  # of all stages, on the first one of a rank
+        self.shared: SharedGradients | None = None  # covers all stages; set on the first stage of a rank
         mark_for_megatron(model, {letter: chunks[0] != chunk for letter, chunks in homes.items()})
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
-        """Called by the schedule before each forward pass."""
+        """Store the received stream. The schedule calls this before each forward pass."""
         self.received = received[0]
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """The tied weight that first and last stage both hold, whose gradients Megatron sums over the two."""
+        """Return the tied weight, if it is trained; Megatron sums its gradients over the first and the last stage."""
         weight = self.model.get_parameter("embedding.weight") if self.model.tied else None
         return None if weight is None or not weight.requires_grad else weight
 
@@ -74,9 +80,9 @@ class Stage(nn.Module):
 
 
 def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
-    """Say on each weight what Megatron asks: whether it is cut, a second copy, or not to be decayed.
+    """Set the attributes that Megatron reads from weights: sharded, a second copy, exempt from weight decay.
 
-    `copied` are the letters whose shared weights other stages hold too, and whether an earlier one does.
+    `copied` has the letters whose shared weights several stages hold; the value is True if an earlier stage holds them.
     """
     tensor = model.slice.tensor
     for name, weight in model.named_parameters():
@@ -98,13 +104,13 @@ def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
 
 
 def is_partial(name: str, parameter: Parameter, tensor: TensorGroup) -> bool:
-    """Whether a weight that every tensor rank holds whole gets only the gradient of this rank's heads or tokens."""
+    """Check if a replicated weight's gradient covers only this rank's heads or tokens, and so must be summed."""
     seen_by_share_of_tokens = tensor.sequence and name.endswith("norm.weight")
     return tensor.size > 1 and (parameter.partial_gradient or seen_by_share_of_tokens)
 
 
 def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: torch.device) -> list[Stage]:
-    """The chunks of the model that this process runs, uninitialised, as its virtual stages in order."""
+    """Build this rank's pipeline stages, uninitialised, in the order of its virtual stages."""
     layers = stages_of(config)
     virtual = config.parallel.virtual_pipeline
     sent = stream_dtype(dtype, config.model.residual_fp32)
@@ -122,7 +128,7 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
 
 
 def shared_gradients(config: Config, letters: Collection[str], dtype: torch.dtype) -> SharedGradients | None:
-    """What is summed over stages of the weights that places of these letters share."""
+    """Build the cross-stage reducer for weights that sub-layers of these letters share; None if there are none."""
     table = parameter_table(config.model)
     held = {name: weight for name, weight in table.items() if weight.shared and name.split(".")[1] in letters}
     narrow = KeptFormat.fp32 != config.precision.gradients
@@ -133,19 +139,20 @@ def shared_gradients(config: Config, letters: Collection[str], dtype: torch.dtyp
 
 
 def fp8_of(config: Config) -> Fp8 | None:
-    """How the large projections of this run multiply in FP8, if they do."""
+    """Return the FP8 settings for the run's large projections; None if they do not use FP8."""
     precision = config.precision
     if precision.name not in FP8_MULTIPLES:
         return None
-    # tensor- and data-parallel ranks see parts of the same weights and of the same step; handed over also where it is
-    # a group of one, as Transformer Engine takes no group for all processes, of every stage of a pipeline
+    # Tensor- and data-parallel ranks see parts of the same weights and of the same step, so they share amax values. The
+    # group is passed even if it has one rank: without a group, Transformer Engine would reduce over all processes, also
+    # those of other pipeline stages.
     shared: Any = parallel_state.get_amax_reduction_group(with_context_parallel=True)
     history, layers = precision.history, fp8_layers(config)
     return Fp8(precision.name, layers, history, precision.emulate, precision.cache_weights, shared)
 
 
 def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -> list[DistributedDataParallel]:
-    """Wrap the stages, whose weights are in place, so that gradients are summed over data-parallel ranks."""
+    """Wrap initialised stages so that gradients are summed over data-parallel ranks."""
     parallel = config.parallel
     if parallel.overlap_param_gather and parallel.virtual_pipeline > 1 and compute_device().type == "cpu":
         message = "is true, but gloo mixes up what ranks with virtual stages gather ahead: leave it out"
@@ -171,10 +178,11 @@ def finalize_gradients(
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Megatron's own finish (data-parallel sums, tied embeddings), division by tokens, our sums over tensor ranks.
+    """Finish a step's gradients; Megatron calls this after the last micro-batch.
 
-    Before the division those over stages of what places of a letter share.
-    Weights that every tensor rank holds whole, but that got only the gradient of its own heads or tokens, are summed.
+    Megatron sums over data-parallel ranks and both copies of a tied embedding. Then shared weights are summed over
+    stages, everything is divided by the number of loss tokens, and replicated weights whose gradient covers only a
+    tensor rank's own heads or tokens are summed over tensor ranks.
     """
     finalize_model_grads(stages, None, pg_collection, force_all_reduce)
     if (shared := stages[0].module.shared) is not None:
@@ -195,7 +203,7 @@ def finalize_gradients(
 
 
 def _divide(stages: Sequence[Any], tokens: Tensor) -> None:
-    """By the tokens of all ranks, which the last stage counts. Megatron would have the host wait for their number."""
+    """Divide by the loss tokens of all ranks, which the last stage counts. Megatron's division would synchronize."""
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))

@@ -1,8 +1,10 @@
-"""Carried states as blocks of whole tensors, over all lanes and heads, so that any layout can resume from them.
+"""Carried states as blocks of full tensors, over all lanes and heads, so that any layout can resume from them.
 
-held.LAYER.PART     (lanes, ...)     the states that lanes were left in
-moments.LAYER       (2, heads)       mean and variance that noise is fitted to
-restarts            ()               lanes whose state was not finite, so far
+    held.LAYER.PART     (lanes, ...)     the last states of the lanes
+    moments.LAYER       (2, heads)       mean and variance to which noise is fitted
+    restarts            ()               number of lanes restarted since the phase began, as their state was not finite
+
+Blocks are views, so that a restore fills the carrier's tensors in place.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from hybridtron.problems import ConfigError, Problem
 
 
 class Stored(Protocol):
-    """What was kept: a checkpoint."""
+    """Interface of a checkpoint's stored tensors."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -30,7 +32,7 @@ class Stored(Protocol):
 
 
 def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
-    """What this rank has of all that the next step depends on."""
+    """Return this rank's blocks of all carried state."""
     blocks = []
     for layer, name, part in _parts(carrier):
         if layer in carrier.held:
@@ -54,11 +56,14 @@ def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
 
 
 def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
-    """Resume from what was kept, by whatever layout."""
+    """Resume from stored states, written under any layout.
+
+    Raises ConfigError if the checkpoint lacks them or has another number of lanes.
+    """
     shapes = stored.shapes
     if "restarts" not in shapes:
         raise ConfigError([_unlike("carries states, but the checkpoint was written without them")])
-    begun = any(key.startswith("held.") for key in shapes)  # unless no step was accepted before it
+    begun = any(key.startswith("held.") for key in shapes)  # False if no step had been accepted
     for layer, name, part in _parts(carrier):
         key = f"held.{layer}.{name}"
         if carrier.holds and begun:
@@ -80,7 +85,7 @@ def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
 
 
 def _parts(carrier: Carrier) -> list[tuple[int, str, StatePart]]:
-    """What of which layers is carried on this rank."""
+    """List the carried parts on this rank as (layer, name, part)."""
     return [
         (layer, name, part)
         for layers in carrier.chunks

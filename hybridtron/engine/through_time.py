@@ -1,13 +1,13 @@
-"""Truncated backpropagation through all chunks of a step: k chunks of the same lanes in one forward pass of a stage.
+"""Truncated backpropagation through all chunks of a step: k chunks of the same lanes in one forward pass.
 
-The chunks run one after another, each from the states that the one before it ended in, undetached: gradients flow back
+The chunks run one after another, each from the final states of the previous one, without detaching: gradients flow back
 through all of them, as if each lane's k L tokens were one row. A row that begins a document with a chunk starts that
-chunk from zero. Only at the step's borders, where `states.py` keeps the states, are they detached.
+chunk from zero. States are detached only between steps, where `states.py` keeps them.
 
 A stage sends the outputs of all chunks as one tensor, so that the pipeline sees one micro-batch, and the last stage
-takes the loss of all tokens together. With any `parallel.recompute` a chunk keeps the stream and the states that it
-starts from, and runs again in backward, so that the activations of one chunk exist at a time however many there are;
-inside it, sub-layers are recomputed as always.
+computes the loss of all tokens together. With any `parallel.recompute`, a chunk saves only its input stream and initial
+states and runs again in backward, so that activations of one chunk exist at a time. Within a chunk, sub-layers are
+recomputed as usual.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hybridtron.parallel.linear import TensorGroup
 
 
 class ChunkOut(NamedTuple):
-    """What a stage sends on of a chunk, and its auxiliary losses by name, times its tokens, for the report."""
+    """A stage's output for one chunk, and its auxiliary losses by name, multiplied by the chunk's loss tokens."""
 
     output: Tensor
     auxiliary: Mapping[str, Tensor]
 
 
 class Ended(NamedTuple):
-    """What a stage sends on for all chunks, the states that the last one ended in, and the sums of their losses."""
+    """A stage's outputs for all chunks, the states after the last one, and the sums of their auxiliary losses."""
 
     output: Tensor
     states: States
@@ -44,14 +44,18 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class ThroughTime:
-    """How many chunks a batch holds, how states go from one to the next, and what is sent on of a chunk's output."""
+    """Settings for a forward pass with several chunks of the same lanes.
+
+    `chunks` is their number, `handed_over` turns final states into the next chunk's initial ones, and `finished` turns
+    a model's output into the tensor to send.
+    """
 
     chunks: int
     handed_over: Callable[[States, Batch], States]
     finished: Callable[[ModelOut, Batch], ChunkOut]
 
     def run(self, model: LanguageModel, batch: Batch, states: States | None, received: Tensor | None) -> Ended:
-        """All chunks of a batch through one chunk of the model, from these states."""
+        """Run all chunks of a batch through one pipeline stage, from these initial states."""
         streams = [None] * self.chunks if received is None else received.chunk(self.chunks)
         outputs = []
         sums: dict[str, Tensor] = {}
@@ -71,15 +75,17 @@ class ThroughTime:
         return Ended(torch.cat(outputs), states, sums)
 
     def _one(self, model: LanguageModel, piece: Batch, states: States | None, x_LBD: Tensor | None) -> Ended:
+        """Run one chunk."""
         out: ModelOut = model(piece.tokens_BL, states, piece.seq, x_LBD, logits=False)
         output, losses = self.finished(out, piece)
         return Ended(output, out.states, losses)
 
 
 def as_gathered(x_LB: Tensor, chunks: int, tensor: TensorGroup) -> Tensor:
-    """Of all tokens, in the order in which those of a stage's output come together.
+    """Reorder per-token values to match a stage's gathered output, if the stage ran several chunks.
 
-    Under sequence parallelism a rank holds its share of every chunk, and its shares of all chunks come first.
+    Under sequence parallelism a rank has its share of every chunk, and gathering concatenates ranks first, chunks
+    second.
     """
     ranks = tensor.size if tensor.sequence else 1
     return x_LB.unflatten(0, (chunks, ranks, -1)).transpose(0, 1).flatten(0, 2)

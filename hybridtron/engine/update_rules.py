@@ -1,17 +1,17 @@
-"""Update rules of `optimizers/` inside Megatron's optimizers, in the place of AdamW.
+"""Run the update rules in `optimizers/` inside Megatron's optimizers, in place of AdamW.
 
-Megatron keeps fp32 masters, finishes gradients, clips them, and gathers the weights after a step; its distributed
-optimizer cuts the flattened masters over data-parallel ranks, wherever a row may end. A rule that needs whole matrices
-can't run on such shards: for it the gradient and the state are gathered over data- and tensor-parallel ranks, every
-rank computes the same direction, and takes its own entries of it. That costs 4 bytes for each entry of the gradient and
-of each gathered part, for each such weight and step, and the memory of one whole matrix at a time.
+Megatron keeps fp32 masters, finishes gradients, clips them, and gathers the weights after a step. Its distributed
+optimizer shards the flattened masters over data-parallel ranks, with cuts anywhere within a row. A rule that needs full
+matrices can't run on such shards. For it, gradient and state are gathered over data- and tensor-parallel ranks, every
+rank computes the same direction, and takes its own entries. That costs 4 bytes for each entry of the gradient and of
+each gathered state part, per such weight and step, and the memory of one full matrix at a time.
 
-State that is kept in bf16 is computed with in fp32, and rounded to the nearest after each step. A step changes a moment
-by 1 - beta of its distance to the new value, and bf16 rounds by up to 0.004 of the moment. Second moments of random
-gradients (normal, and cubed) are then on average within 0.1% of those in fp32 at beta = 0.95 and within 0.5% at 0.98,
-but 4% above them at 0.99 and up to 30% at 0.999, where they rise and hardly fall: the configuration's check stops at
-0.98. Stochastic rounding would allow more, with random numbers that are the same under every layout; no recipe
-needs it.
+State that is stored in bf16 is converted to fp32 for the update, and rounded to the nearest after each step. A step
+changes a moment by 1 - beta of its distance to the new value, and bf16 rounds by up to 0.004 of the moment. Second
+moments of random gradients (normal, and cubed) are then on average within 0.1% of those in fp32 at beta = 0.95 and
+within 0.5% at 0.98, but 4% above them at 0.99 and up to 30% at 0.999, where they rise and hardly fall: the
+configuration's check stops at 0.98. Stochastic rounding would allow more, with random numbers that are the same under
+every layout; no recipe needs it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class RuleOptimizer(torch.optim.Optimizer):
-    """Steps the masters of Megatron's parameter groups; each group has its learning rate and weight decay.
+    """Optimizer that applies an update rule to the masters in Megatron's parameter groups.
 
-    It makes the parts of each trained weight's shard: those of the weight's shape as this rank's entries, flattened
-    (none where other ranks hold all of them), others as this tensor-parallel rank's share.
+    Each group has a learning rate and weight decay. State parts with the weight's shape are allocated as this rank's
+    flattened entries (none where other ranks hold all of them), other parts as this tensor-parallel rank's shard.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class RuleOptimizer(torch.optim.Optimizer):
         kept: torch.dtype,
     ) -> None:
         super().__init__([{"params": []}], {})
-        self.param_groups = groups  # not handed over: torch refuses masters that are views of Megatron's buffers
+        self.param_groups = groups  # set here, as torch's constructor rejects views of Megatron's buffers
         self.rule, self.table, self.mesh, self.settings, self.kept = rule, table, mesh, settings, kept
         self.shards = {name: shard for name, shard in shards.items() if shard.weight.requires_grad}
-        self.steps = 0  # accepted so far
+        self.steps = 0  # number of accepted steps
         for name, shard in self.shards.items():
             shard.parts = self._zeros(name, shard)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """All ranks walk through the weights of their stage in the same order, as some are gathered."""
+        """Update the masters. All ranks visit their stage's weights in the same order, since some are gathered."""
         assert closure is None
         self.steps += 1
         group_of = {master: group for group in self.param_groups for master in group["params"]}
@@ -70,6 +70,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 shard.master.sub_(direction.view_as(shard.master), alpha=group["lr"])
 
     def _zeros(self, name: str, shard: Shard) -> dict[str, Tensor]:
+        """Allocate a weight's state parts, by name."""
         weight = self.table[name]
         found: dict[str, Tensor] = {}
         for part, declared in self.rule.parts(name, weight).items():
@@ -85,6 +86,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return UpdateSettings(betas, eps, self.steps)
 
     def _of_shard(self, name: str, shard: Shard) -> Tensor | None:
+        """Return the update direction for this rank's entries, and update their state; None if it has no entries."""
         if shard.master is None:
             return None
         assert shard.master.grad is not None
@@ -97,7 +99,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return direction
 
     def _of_whole(self, name: str, shard: Shard) -> Tensor:
-        """This rank's entries of the direction of a whole weight, whose parts are updated on the way."""
+        """Compute the direction for a full weight; return this rank's entries, and update its state."""
         weight, held = self.table[name], shard.parts
         wide = _computed_with(shard)
         declared = self.rule.parts(name, weight)
@@ -118,10 +120,10 @@ class RuleOptimizer(torch.optim.Optimizer):
 
 
 def _computed_with(shard: Shard) -> dict[str, Tensor]:
-    """The parts as a rule computes with them: themselves, or fp32 copies of those that are kept in bf16."""
+    """Return the state parts in the rule's precision: themselves, or fp32 copies of those stored in bf16."""
     return {part: held.to(torch.promote_types(held.dtype, torch.float32)) for part, held in shard.parts.items()}
 
 
 def _entries(share: Tensor, shard: Shard) -> Tensor:
-    """Those of a share that this data-parallel rank holds, flattened."""
+    """Return the flattened entries of a tensor-parallel shard that this data-parallel rank holds."""
     return share.reshape(-1)[shard.start : shard.stop]

@@ -34,7 +34,7 @@ Read = Callable[[Tensor, States | None, SeqInfo], tuple[Tensor, States]]
 
 
 class Finish(NamedTuple):
-    """Function for the last stage's output without logits (L, B, D), with its result's shape and dtype.
+    """Function that computes a result from the last stage's output (L, B, D), with the result's shape and dtype.
 
     Every rank gets the result. `of_tokens` returns a Finish for a slice of the tokens, if the result's first axis is
     tokens. If it is None, the result depends only on the last token.

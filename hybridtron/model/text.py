@@ -58,7 +58,7 @@ class TextOfRow:
         return self._released(new)
 
     def _new_text(self) -> str:
-        """Return the text of the recent tokens that are not complete yet."""
+        """Decode the recent tokens that are not in the text yet."""
         if self._complete == len(self._recent):
             return ""
         return self.decode(self._recent)[len(self.decode(self._recent[: self._complete])) :]

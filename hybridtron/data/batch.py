@@ -1,6 +1,7 @@
-"""What the model sees of the data: a batch of rows, and where in their documents the tokens stand.
+"""A batch of rows as the model sees it, and each token's place in its document.
 
-B rows (lanes), L tokens a row. Everything that depends on the batch alone is computed here, once, not in every layer.
+B rows (lanes), L tokens in a row. Everything that depends on the batch alone is computed here, once, not in every
+layer.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RowShare:
-    """Which part of its rows a rank has, where the tokens of every row are shared out (`parallel/context.py`).
+    """A context-parallel rank's sequence shard: the same part of every row in the batch (`parallel/context.py`).
 
-    spans: where documents begin and end in whole rows. length: tokens of each share. behind_B: how many tokens before
-    the share, in its row, are of its first document. unbroken_B: whether no document begins inside it.
+    size, rank: number of shards in a row, and which of them this rank has
+    spans: begin and end of each document, in the full rows
+    length: tokens in a shard
+    behind_B: tokens before the shard, in its row, that belong to its first document
+    unbroken_B: True where all tokens in the shard belong to one document
     """
 
     size: int
     rank: int
-    group: Any  # of the ranks that share the rows
+    group: Any  # process group of the ranks that divide the rows
     spans: list[list[tuple[int, int]]]
     length: int
     behind_B: Tensor
@@ -39,36 +43,37 @@ class RowShare:
 
     @property
     def first(self) -> int:
-        """Where in the row it begins."""
+        """Place in the row where the shard begins."""
         return self.rank * self.length
 
     @property
     def reaches_B(self) -> Tensor:
-        """Whether its first document is the row's first, to which a carried state belongs."""
+        """True where the shard's first document is also the row's first. A carried state belongs to that document."""
         return self.behind_B == self.first
 
     @property
     def enters_B(self) -> Tensor:
-        """Whether its first token continues the document of the token before."""
+        """True where a state from before the shard belongs to the document of its first token."""
         return (self.behind_B > 0) | self.reaches_B
 
     def moved(self, move: Change) -> RowShare:
+        """Return a copy with its tensors on another device."""
         return replace(self, behind_B=move(self.behind_B), unbroken_B=move(self.unbroken_B))
 
 
 @dataclass(frozen=True)
 class SeqInfo:
-    """Where each token stands.
+    """Positions and documents of a batch's tokens.
 
     positions_BL: position of each token in its document (`isolate`) or in its row's stream (`join`), int64.
-    documents_BL: index of each token's document within its row, counting up from 0; None where rows are one stream
-    (`join`), and then nothing is cut. A state that is handed to a mixer belongs to the row's first document, and the
-    state that comes back belongs to its last.
-    key: what the random choices of a training step are functions of, the same under every layout; None outside
-    training, where nothing is random.
-    carried: whether the states after the rows are used; where they are not, keys and values need not be copied for it.
-    borders_E: where documents begin, as `document_borders` says; without it a kernel that asks has to wait.
-    share: where in its rows a rank's tokens stand, if rows are shared out over ranks.
+    documents_BL: index of each token's document within its row, from 0; None where a row is one stream (`join`),
+        without boundaries. A mixer's initial state belongs to the row's first document, its final state to the last.
+    key: seed for the random choices of a training step, equal under every layout; None outside training, where nothing
+        is random.
+    carried: whether the final states are used. If not, mixers need not copy keys and values for them.
+    borders_E: where documents begin, from `document_borders`. Without it, a kernel that needs it must wait for the
+        device.
+    share: this rank's sequence shard; None where ranks have full rows.
     """
 
     positions_BL: Tensor
@@ -81,13 +86,16 @@ class SeqInfo:
     _rope: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def rope(self, head_dim: int, rope: RopeOptions) -> tuple[Tensor, Tensor]:
-        """cos and sin of the rotary angles, each (B, L, head_dim / 2) in fp32; computed once per batch."""
+        """Return cos and sin of the rotary angles, each (B, L, head_dim / 2) in fp32; computed once per batch."""
         if (head_dim, rope) not in self._rope:
             self._rope[head_dim, rope] = rope_table(self.positions_BL, head_dim, rope)
         return self._rope[head_dim, rope]
 
     def rope_in_row(self, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The same by place in the row, whatever documents it holds, up to the place behind it: (B, L + 1, ...)."""
+        """Return cos and sin by place in the row, whatever its documents, each (B, L + 1, head_dim / 2).
+
+        The last place is the one after the row's last token. Computed once per batch.
+        """
         if (head_dim, base, dtype) not in self._rope:
             rows, length = self.positions_BL.shape
             first = 0 if self.share is None else self.share.first
@@ -96,11 +104,14 @@ class SeqInfo:
         return self._rope[head_dim, base, dtype]
 
     def number(self, purpose: str) -> int:
-        """A random number of 64 bits: a function of the key and of what it is for."""
+        """Return a random 64-bit number: a function of the key and the purpose."""
         return seed_of(self.key or 0, purpose)
 
     def spans(self) -> list[list[tuple[int, int]]]:
-        """Of each row, where its documents begin and end; read once per batch."""
+        """Return each row's documents as (begin, end) pairs; computed once per batch.
+
+        With tensors on a GPU, the first call waits for the device.
+        """
         if not self._spans:
             rows, length = self.positions_BL.shape
             borders = range(0, (rows + 1) * length, length)
@@ -114,36 +125,43 @@ class SeqInfo:
         return self._spans
 
     def bordered(self) -> SeqInfo:
-        """The same, with what is asked of documents' borders: on a CPU, where nothing waits for the answer."""
+        """Return a copy with document boundaries computed.
+
+        Call it on the CPU, where this does not wait for a device.
+        """
         borders_E = None if self.documents_BL is None else document_borders(self.documents_BL)
         found = replace(self, borders_E=borders_E)
         found.spans()
         return found
 
     def map(self, change: Change) -> SeqInfo:
-        """Other rows or tokens: every tensor changed; what is computed from them is computed again."""
+        """Apply `change` to every tensor, to get other rows or tokens.
+
+        Values derived from the tensors are computed again.
+        """
         documents_BL = None if self.documents_BL is None else change(self.documents_BL)
         return SeqInfo(change(self.positions_BL), documents_BL, self.key, self.carried)
 
     def moved(self, move: Change) -> SeqInfo:
-        """The same rows on another device, with what is known of their documents."""
+        """Return a copy on another device. It keeps the document boundaries that are known."""
         borders_E = None if self.borders_E is None else move(self.borders_E)
         share = None if self.share is None else self.share.moved(move)
         return replace(self.map(move), borders_E=borders_E, share=share, _spans=self._spans)
 
     @staticmethod
     def stream(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> SeqInfo:
-        """Rows without borders, whose first token has position `start`."""
+        """Return rows without document boundaries; their first token has position `start`."""
         positions = torch.arange(start, start + length, device=device)
         return SeqInfo(positions.expand(batch, length))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. labels_BL is the token to predict at each position, mask_BL whether it counts in the loss.
+    """One micro-batch.
 
-    continues_B: whether a row's first token follows, in its document, the last token that its lane read in the step
-    before; None where no row's does.
+    labels_BL, mask_BL: the token to predict at each position, and whether it counts in the loss
+    continues_B: whether a row's first token continues the document that its lane read at the end of the step before;
+        None where no row does
     """
 
     tokens_BL: Tensor
@@ -153,11 +171,11 @@ class Batch:
     continues_B: Tensor | None = None
 
     def map(self, change: Change) -> Batch:
-        """Other rows or tokens: every tensor changed."""
+        """Apply `change` to every tensor, to get other rows or tokens."""
         return self._changed(change, self.seq.map(change))
 
     def moved(self, move: Change) -> Batch:
-        """The same batch on another device."""
+        """Return a copy on another device, by `move`. It keeps the document boundaries that are known."""
         return self._changed(move, self.seq.moved(move))
 
     def _changed(self, change: Change, seq: SeqInfo) -> Batch:
@@ -165,22 +183,26 @@ class Batch:
         return Batch(change(self.tokens_BL), change(self.labels_BL), change(self.mask_BL), seq, continues_B)
 
     def bordered(self) -> Batch:
-        """The same, with what the host asks of its documents."""
+        """Return a copy with document boundaries computed, for use on the host."""
         return replace(self, seq=self.seq.bordered())
 
     def keyed(self, key: int, carried: bool = True) -> Batch:
-        """The same batch in training: what its random choices are functions of, whether its states are carried."""
+        """Return a copy for training.
+
+        `key` seeds its random choices; `carried` says whether its final states are used.
+        """
         return replace(self, seq=replace(self.seq, key=key, carried=carried))
 
     def to(self, device: torch.device) -> Batch:
+        """Return a copy on another device, without waiting for the transfer."""
         return self.moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def split(self, rows: int) -> list[Batch]:
-        """Batches of `rows` rows each, in order."""
+        """Split into batches with `rows` rows each, in order."""
         return [self.map(lambda t, i=first: t[i : i + rows]) for first in range(0, len(self.tokens_BL), rows)]
 
     def chunks(self, count: int) -> list[Batch]:
-        """`count` chunks of equal length along the rows; each but the first continues where the one before it ends."""
+        """Split along the sequence into `count` chunks of equal length. Each chunk continues the chunk before it."""
         length = self.tokens_BL.shape[1] // count
         return [self] if count == 1 else [self._chunk(first, length) for first in range(0, count * length, length)]
 
@@ -197,11 +219,11 @@ class Batch:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """64 bits of a seed and of what they are for."""
+    """Derive a 64-bit seed from another seed and a name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def step_key(seed: int, step: int, turn: int, first_row: int) -> int:
-    """The key of a micro-batch: its phase's seed, the step, which chunk of its lanes it is, its first row of all."""
+    """Derive a micro-batch's key from its phase's seed, step, chunk (`turn`) and first row in the global batch."""
     return seed_of(seed, f"{step}/{turn}/{first_row}")

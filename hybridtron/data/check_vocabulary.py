@@ -1,4 +1,4 @@
-"""Weights from elsewhere are trained on tokens of the vocabulary that they know, unless others are accepted."""
+"""Checks that initial weights are trained on tokens of their own vocabulary, unless the run accepts other data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from hybridtron.problems import Problem
 
 
 def meaning_problems(config: Config, index: int, data: TokenFolder | str) -> list[Problem]:
-    """The ids in a folder must mean what they mean to a phase's weights; one that is made now gets ids of its own."""
+    """Report a problem if token ids in a phase's data mean something else to its initial weights.
+
+    data: the opened folder, or the path of an embedded corpus that would be prepared now, with its own vocabulary
+
+    Nothing is reported without initial weights, if their tokenizer can't be read, or with run.accept_data_changes.
+    """
     named = _named(config, index)
     if named is None or (tokenizer := _readable(named[1])) is None or config.run.accept_data_changes:
         return []
@@ -29,14 +34,17 @@ def meaning_problems(config: Config, index: int, data: TokenFolder | str) -> lis
 
 
 def vocabulary_warnings(config: Config) -> list[str]:
-    """Weights whose vocabulary is not known."""
+    """Warn about initial weights without a readable tokenizer: the data can't be compared with it."""
     named = dict(found for index in range(len(config.phases)) if (found := _named(config, index)) is not None)
     message = "has no tokenizer that can be read: that the data is of its vocabulary is taken on trust"
     return [f"{key}={folder} {message}" for key, folder in named.items() if _readable(folder) is None]
 
 
 def _named(config: Config, index: int) -> tuple[str, str] | None:
-    """The key that names the weights of a phase, and what it says, where they come from elsewhere."""
+    """Return the key that names a phase's initial weights, and its value; None if training starts from scratch.
+
+    A phase continues the phase before it unless it has weights of its own.
+    """
     for number in range(index, 0, -1):
         if (folder := config.phases[number].init_from) is not None:
             return f"phases.{number}.init_from", folder
@@ -44,7 +52,7 @@ def _named(config: Config, index: int) -> tuple[str, str] | None:
 
 
 def _readable(folder: str) -> Path | None:
-    """The tokenizer of weights, where there is one that can be read."""
+    """Return the tokenizer file that belongs to weights; None if there is none, or it can't be read."""
     from hybridtron.data.same_vocabulary import is_readable  # it imports tokenizers
 
     tokenizer = tokenizer_of(folder)

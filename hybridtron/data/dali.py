@@ -1,10 +1,10 @@
-"""`data.feed=dali`: rows -> batches as an NVIDIA DALI pipeline; the same batches that `rows.batch_of` makes with torch.
+"""`data.feed=dali`: an NVIDIA DALI pipeline from rows to batches. They equal the batches that `rows.batch_of` makes.
 
-DALI does the last stage alone: the copy to the GPU in the tokens' own two or four bytes, then cast, shift, mask and
-positions there. Which rows these are is decided before (`reading.py`), and no state of DALI's is ever saved. Without a
-GPU the same pipeline runs on the CPU.
+DALI does only the last stage: it copies tokens to the GPU in their stored two or four bytes, then casts, shifts, masks
+and numbers them there. `loader.py` decides which rows these are, and no state of DALI's is ever saved. Without a GPU
+the same pipeline runs on the CPU.
 
-Letters: B rows, L input tokens a row, T = L + 1.
+Letters: B rows, L input tokens in a row, T = L + 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUEUE_DEPTH = 2  # steps that DALI holds on the device
 
 
 def dali_batches(steps: Iterator[RowArrays], documents: Documents) -> Iterator[Batch]:
-    """The batch of each step's rows, on the device."""
+    """Yield the batch of each step's rows, on the device."""
     first = next(steps, None)
     if first is None:
         return
@@ -35,7 +35,7 @@ def dali_batches(steps: Iterator[RowArrays], documents: Documents) -> Iterator[B
     while True:
         try:
             made = [torch.from_dlpack(output.as_tensor()) for output in pipeline.run()]
-        except StopIteration:  # DALI passes on its source's end
+        except StopIteration:  # DALI's signal that its source has ended
             return
         tokens_BL, labels_BL, mask_BL, positions_BL, documents_BL, continues_B = made
         seq = SeqInfo(positions_BL, documents_BL if documents is Documents.isolate else None)
@@ -43,7 +43,10 @@ def dali_batches(steps: Iterator[RowArrays], documents: Documents) -> Iterator[B
 
 
 def _pipeline(steps: Iterator[RowArrays], rows: int, length: int) -> Any:
-    """From rows to a batch's tensors; DALI's samples are rows, so slices are along the sequence."""
+    """Build the pipeline from row arrays to a batch's tensors.
+
+    DALI's samples are rows, so slices are along the sequence.
+    """
     fn, types = importlib.import_module("nvidia.dali.fn"), importlib.import_module("nvidia.dali.types")
     device = compute_device()
     on_gpu = device.type == "cuda"

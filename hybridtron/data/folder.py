@@ -1,15 +1,15 @@
-"""A folder of prepared tokens: its format, how it is opened, and what a configuration check can say about it.
+"""A folder of prepared tokens: its format, how to open it, and the checks that need no tokens.
 
-    manifest.json                       vocabulary, eos, dtype, and of every shard its size, counts and digest
+    manifest.json                       vocabulary, eos, dtype, and every shard's size, counts and digest
     tokenizer.json                      the tokenizer that made the tokens, in the form of the `tokenizers` package
     train/SOURCE/index.json             an MDS dataset as mosaicml-streaming writes it, one sample a document: its
                                         tokens, and a mask where not every token is learned
     train/SOURCE/PART/shard.00000.mds   its shards; with compression .mds.zstd
-    train/SOURCE/lengths.npy            uint32, tokens of each document; the last token of each is eos
+    train/SOURCE/lengths.npy            uint32, tokens in each document; each document's last token is eos
     validation/SOURCE/...
 
-The length of a row is not part of it: one folder serves every phase. Nothing here needs torch, and opening a folder
-reads no tokens: sizes are compared with the manifest here, contents where a shard is used (`mds/store.py`).
+A folder does not depend on the row length, so one folder serves every phase. Nothing here needs torch. Opening a folder
+reads no tokens: sizes are compared with the manifest here, contents when a shard is used (`mds/store.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SMALLEST_VOCABULARY = 300  # 256 bytes, eos, and a few merges
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """An opened folder: where it stands, what its manifest says, and the digest of that.
+    """An opened folder: its path, its manifest, and the manifest's digest.
 
-    `remote` is the URL that its shards are fetched from; `path` then is the cache that they are kept in.
+    remote: URL that its shards are fetched from; `path` is then its entry in the cache. None for a local folder.
     """
 
     path: Path
@@ -45,13 +45,13 @@ class TokenFolder:
 
     @staticmethod
     def unchecked(path: Path) -> TokenFolder:
-        """What a folder's manifest says, whatever is beside it."""
+        """Read a folder's manifest, without checking other files."""
         text = read_regular(path / "manifest.json", LARGEST_MANIFEST).decode()
         return TokenFolder(path, DataManifest.parse(text, path), digest_of(text.encode()))
 
     @staticmethod
     def open(path: Path) -> TokenFolder:
-        """A folder on this machine, its sizes and its tokenizer checked against the manifest; FolderError otherwise."""
+        """Open a local folder; raise FolderError if its sizes or its tokenizer differ from the manifest."""
         try:
             if not path.is_dir():
                 raise FolderError(path, "is not a folder" if path.exists() else "does not exist")
@@ -70,20 +70,20 @@ class TokenFolder:
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
+        """URL or path, for messages."""
         return self.remote or str(self.path)
 
     @property
     def tokenizer_file(self) -> Path:
-        """Where the tokenizer stands."""
+        """Path of the folder's tokenizer.json."""
         return self.path / "tokenizer.json"
 
     def source_path(self, split: str, source: str) -> Path:
-        """The folder of a source's shards."""
+        """Return the folder that holds a source's shards."""
         return self.path / split / source
 
     def verified(self, name: str) -> bytes:
-        """A file beside the shards; FolderError where it is not the one that was written with the manifest."""
+        """Read a file beside the shards; raise FolderError if its digest differs from the manifest."""
         digest, size = self.manifest.beside[name]
         try:
             if (file := path_inside(self.path, name)) is None:
@@ -96,9 +96,10 @@ class TokenFolder:
         return data
 
     def packed_digests(self, split: str, source: str) -> list[str | None]:
-        """Of each shard as it is stored compressed. Nothing else is taken from index.json, which is for other readers.
+        """Return each shard's digest in compressed form; None for a shard that is stored uncompressed.
 
-        What it says need not be compared with the manifest: with the digest there, it is what was written beside it.
+        Nothing else is read from index.json, which is for other readers. The index itself has the right digest, so its
+        contents need not be compared with the manifest.
         """
         stored = self.verified(name := f"{split}/{source}/index.json")
         try:
@@ -109,7 +110,7 @@ class TokenFolder:
             raise FolderError(f"{self.name}/{name}", f"does not parse: {error!r}") from error
 
     def lengths(self, split: str, source: str) -> np.ndarray:
-        """Tokens of each document of a source, memory-mapped uint32; checked against the manifest."""
+        """Return the number of tokens in each document, as memory-mapped uint32, checked against the manifest."""
         of_source, name = self.manifest.splits[split][source], f"{split}/{source}/lengths.npy"
         self.verified(name)
         try:
@@ -124,6 +125,7 @@ class TokenFolder:
         return lengths
 
     def _check_sizes(self) -> None:
+        """Compare the sizes of shards with the manifest; raise FolderError where they differ."""
         for name in self.manifest.beside:
             _size(self.path / name)
         for where, shard in self.manifest.shards():
@@ -135,7 +137,7 @@ class TokenFolder:
 
 
 def _size(file: Path) -> int:
-    """Of a regular file; OSError where it is anything else."""
+    """Return a regular file's size in bytes; raise OSError for anything else."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         raise Unreadable(f"{file} is not a regular file")

@@ -1,8 +1,8 @@
-"""Steps of training -> batches. The loader has no position of its own: it is asked for a step and answers with it.
+"""Steps -> batches. The loader has no position of its own: a caller asks for a step, and gets its batches.
 
-Lanes are the rows of the global batch; what lane i reads in step s is a pure function of the seed, and a micro-batch is
-a fixed slice of the lanes. So neither its size nor the number of data-parallel ranks, nor the order of the questions,
-changes what is read, and a checkpoint needs nothing but the step, what was left out before it, and `fingerprint`.
+A lane is one row position in the batch. Its tokens in a step are a pure function of the seed, and a micro-batch is a
+fixed slice of the lanes. So neither the micro-batch size, nor the number of data-parallel ranks, nor the order in which
+steps are requested changes the data. A checkpoint needs only the step, the data skipped before it, and `fingerprint`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from hybridtron.data.workers import end_with_parent, prefetched, unheard
 from hybridtron.device import copied_ahead
 
 Fingerprint = dict[str, str]
-STACKS = signal.SIGUSR2  # on which a worker process writes the stacks of its threads to stderr
+STACKS = signal.SIGUSR2  # signal on which a worker process writes its threads' stacks to stderr
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """How far, and in what, rows are read ahead: in worker processes, or with none in a thread."""
+    """Read-ahead settings: the number of worker processes (0: one thread), and of steps that each reads in advance."""
 
     workers: int = 0
     steps: int = 2
 
 
 class Loader:
-    """The batches of one phase: step -> micro-batches, in which every row is full.
+    """The batches for one phase: step -> micro-batches, in which every row is full.
 
-    Each of the data-parallel `ranks` reads its own run of lanes, and of their rows its `part` of the tokens.
+    Each of the data-parallel `ranks` reads a contiguous range of lanes and, in their rows, its sequence shard (`part`).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Loader:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """All that determines which tokens a step reads, in words; a resumed run must find the same."""
+        """Everything that determines a step's tokens, as text. A resumed run must have the same fingerprint."""
         order = self.order
         return {
             "tokens": self.sources.described(),
@@ -90,22 +90,25 @@ class Loader:
 
     @property
     def mean_stretch(self) -> float:
-        """Tokens over which text runs on without a border, on average: how long a state can live."""
+        """Mean number of tokens without a boundary, which limits how long a state lives.
+
+        Infinite without any boundary.
+        """
         per_token = self.sources.documents_per_token if self.order.documents is Documents.isolate else 0.0
         per_token += 1 / self.order.seq_len if self.order.kind is Order.windows else 0.0
         return 1 / per_token if per_token else math.inf
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """The batches of this rank's lanes in a step, which counts from 0 at the start of the phase; on the CPU."""
+        """Return this rank's micro-batches in a step, on the CPU. Steps count from 0 at the start of the phase."""
         return self._made(self._rows[step])
 
     def _made(self, read: PartsRead) -> list[Batch]:
         return self._cut(batch_of(read.rows, self.order.documents), read.parts)
 
     def _cut(self, batch: Batch, parts: list[PartOfRow] | None) -> list[Batch]:
-        """A step's micro-batches: chunk 0 of every group of lanes, then chunk 1 of every group, and so on."""
+        """Split a step's rows into micro-batches: chunk 0 of every group of lanes, then chunk 1, and so on."""
         rows, turns = self.order.micro_batch, self.order.chunks // self.order.together
-        if parts is not None:  # chunks are apart, and in this order already
+        if parts is not None:  # chunks are separate rows, already in this order
             firsts = range(0, len(parts), rows)
             return [
                 with_share(group, parts[first : first + rows], self.part)
@@ -115,12 +118,15 @@ class Loader:
         return [group[turn].bordered() for turn in range(turns) for group in groups]
 
     def iterate(self, first_step: int, end_step: int) -> Generator[list[Batch], None, None]:
-        """The micro-batches of each step from `first_step` to before `end_step`, on the device, read ahead."""
+        """Yield each step's micro-batches, from `first_step` to before `end_step`, on the device.
+
+        Rows are read ahead.
+        """
         steps = range(first_step, end_step)
         if self.feed is Feed.dali:
-            from hybridtron.data.dali import dali_batches  # slow to import, and only there where it is asked for
+            from hybridtron.data.dali import dali_batches  # slow to import, and needs an optional package
 
-            parts = deque[list[PartOfRow] | None]()  # of the steps that DALI has
+            parts = deque[list[PartOfRow] | None]()  # of the steps in DALI's queue
 
             def arrays() -> Iterator[RowArrays]:
                 for read in self._read_ahead(steps):
@@ -138,11 +144,11 @@ class Loader:
         return prefetched(map(self._rows.__getitem__, steps), self.ahead.steps)
 
     def _by_workers(self, steps: range) -> Iterator[PartsRead]:
-        """Worker processes hold no position either: each is handed the steps that it reads.
+        """Read steps in worker processes. They hold no position either: each step is handed to a worker.
 
-        They send rows as numpy's arrays, through a pipe: tensors would take a file of shared memory each. Nothing comes
-        through the pipe of a dead worker, so the loader must look whether its workers live: every few seconds it does,
-        if it has no timeout of its own. The watchdog ends a run whose worker hangs.
+        Workers send rows as numpy arrays through a pipe, because tensors would take a file in shared memory each.
+        Nothing comes through a dead worker's pipe, so DataLoader must check that its workers live. It does so every few
+        seconds, unless it has a timeout of its own. The watchdog ends a run whose worker hangs.
         """
         loader: DataLoader[Any] = DataLoader(
             self._rows,
@@ -153,20 +159,23 @@ class Loader:
             prefetch_factor=self.ahead.steps,
             multiprocessing_context=_worker_context(),
             worker_init_fn=_begin,
-            generator=torch.Generator(),  # or each start takes a number from those of training
+            generator=torch.Generator(),  # otherwise each start would draw from training's random numbers
         )
         others = set(multiprocessing.active_children())
-        with unheard({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):  # asked to stop, it needs rows until then
+        with unheard({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):  # a stopping run still needs rows
             iterator = iter(loader)
         try:
             yield from iterator
         finally:
             for worker in set(multiprocessing.active_children()) - others:
-                worker.kill()  # they hold nothing, and one that hangs would not end otherwise
+                worker.kill()  # they hold no state, and a hanging worker would not end otherwise
 
 
 def _worker_context() -> BaseContext:
-    """Workers are forked from a process that has no threads, and has imported what they need once for all of them."""
+    """Return a context that forks workers from a server without threads.
+
+    The server imports the workers' modules once.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
@@ -174,7 +183,7 @@ def _worker_context() -> BaseContext:
 
 def _begin(_: int) -> None:
     faulthandler.register(STACKS)
-    end_with_parent()  # torch looks only at the server that workers are forked from
+    end_with_parent()  # torch watches only a worker's parent, the fork server
 
 
 def _as_it_is(rows: Any) -> Any:
@@ -182,7 +191,7 @@ def _as_it_is(rows: Any) -> Any:
 
 
 class _Rows(Dataset[PartsRead]):
-    """Step -> rows of a rank's lanes; what a worker process makes for itself."""
+    """Dataset of a rank's rows, by step. A worker process builds its own from the same arguments."""
 
     def __init__(self, sources: Sources, order: PhaseOrder, rank: int, ranks: int, part: RowPart) -> None:
         self._arguments = sources, order, rank, ranks, part
@@ -207,7 +216,7 @@ class _Rows(Dataset[PartsRead]):
         return gather_parts(self._stores, parts, self._dtype, self._joined)
 
     def _fetch(self, rows: Sequence[RowSpans]) -> None:
-        """Shards that come from elsewhere, side by side."""
+        """Fetch shards in parallel, for sources that are not read in place."""
         for number, store in enumerate(self._stores):
             if store.fetches:
                 spans = [span for row in rows for source, span in row.spans if source == number]
@@ -215,12 +224,12 @@ class _Rows(Dataset[PartsRead]):
 
 
 def share_of(lanes: int, rank: int, ranks: int) -> range:
-    """The run of lanes that one of `ranks` data-parallel ranks reads."""
+    """Return the lanes for one of `ranks` data-parallel ranks."""
     return range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
 
 
 def build_loader(phase: ResolvedPhase, rank: int = 0, ranks: int = 1, part: RowPart = WHOLE) -> Loader:
-    """The loader of a phase. An embedded corpus that is not there yet is prepared first."""
+    """Build a phase's loader. Prepares the embedded corpus first, if it does not exist yet."""
     data = phase.data
     ahead = Ahead(data.workers, data.prefetch)
     return Loader(Sources.open(phase), PhaseOrder.of(phase), ahead, data.feed, rank, ranks, part)

@@ -1,6 +1,6 @@
-"""What a folder of prepared tokens says of itself: its manifest.json, without torch.
+"""The manifest.json in a folder of prepared tokens, which describes all its files. Needs no torch.
 
-A folder without masks has the manifest that it had before there were any, byte for byte.
+A folder without masks has the same manifest, byte for byte, as before masks existed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hybridtron.storage.digest import digest_of
 FORMAT = 2
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")
-USUAL = 2**20  # bytes of a manifest, an index or a tokenizer: what fetching one may take longer for
-DIGEST = "xxh3_128"  # the name by which MDS indexes know it
+USUAL = 2**20  # assumed bytes of a manifest, an index or a tokenizer, for the time limit of its fetch
+DIGEST = "xxh3_128"  # the digest's name in MDS indexes
 _COMPRESSION = re.compile(r"(zstd|zip|gz|bz2|br|snappy)(:\d+)?")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class FolderError(ValueError):
-    """A folder that can't be used, and why."""
+    """Raised when a folder can't be used. `fault` is the message without the folder's name."""
 
     def __init__(self, folder: Path | str, fault: str) -> None:
         super().__init__(f"{folder} {fault}")
@@ -36,20 +36,22 @@ def _is_count(value: object) -> bool:
 
 
 def _stored(fields: list[tuple[str, object]]) -> dict[str, object]:
-    """A part of a manifest. `learned` is left out where there are no masks."""
+    """Collect a dataclass's fields for JSON. `learned` is left out where there are no masks."""
     return {key: value for key, value in fields if (key, value) != ("learned", None)}
 
 
 def _own_digest(values: dict) -> str:
-    """What a manifest carries of itself, whatever the form of its JSON."""
+    """Return the digest that a manifest stores about itself. It does not depend on the JSON's formatting."""
     return digest_of(json.dumps(values, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
 class DataShard:
-    """One shard: its file below the source's folder, and what is in it. `packed` is its size where it is compressed.
+    """One shard: its file below the source's folder, and its contents.
 
-    learned: how many of its tokens are learned; None where it has no masks, and all of them are.
+    size, digest: those of the uncompressed file
+    packed: size in compressed form; None if it is stored uncompressed
+    learned: number of learned tokens; None if it has no masks, so that all tokens are learned
     """
 
     file: str
@@ -63,7 +65,7 @@ class DataShard:
 
 @dataclass(frozen=True)
 class SourceSplit:
-    """One source's part of a split: its shards, and the digests of its index and its document lengths."""
+    """One source's part of a split: its shards, and the digests of index.json and lengths.npy."""
 
     index: str
     lengths: str
@@ -79,13 +81,13 @@ class SourceSplit:
 
     @cached_property
     def learned(self) -> int | None:
-        """Tokens that are learned; None where no shard has masks."""
+        """Number of learned tokens; None if no shard has masks."""
         if all(shard.learned is None for shard in self.shards):
             return None
         return sum(shard.tokens if shard.learned is None else shard.learned for shard in self.shards)
 
     def faults(self) -> Iterator[str]:
-        """What is of no use in the description of its files."""
+        """Yield faults in the file descriptions."""
         if not (isinstance(self.index, str) and isinstance(self.lengths, str)):
             yield "its index or its lengths have no digest"
         for number, shard in enumerate(self.shards):
@@ -101,7 +103,7 @@ class SourceSplit:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """What manifest.json says. `origin` says where the text came from; nothing in it changes how tokens are read."""
+    """Contents of manifest.json. `origin` records where the text came from, and does not affect how tokens are read."""
 
     format: int
     vocab_size: int
@@ -114,7 +116,7 @@ class DataManifest:
 
     @staticmethod
     def parse(text: str, folder: Path | str) -> DataManifest:
-        """The manifest from its JSON, or FolderError about the folder it is of."""
+        """Parse the JSON of a folder's manifest; raise FolderError if it is faulty or was changed."""
         try:
             values = json.loads(text)
             own = values.pop("digest", None)  # folders of earlier versions have none
@@ -138,7 +140,7 @@ class DataManifest:
         return manifest
 
     def faults(self) -> Iterator[str]:
-        """What no manifest can say."""
+        """Yield faults: values that no valid manifest has."""
         if not (_is_count(self.vocab_size) and _is_count(self.eos) and self.eos < self.vocab_size):
             yield f"has a manifest.json with a vocabulary of {self.vocab_size!r} entries and eos {self.eos!r}"
         if self.dtype not in DTYPES:
@@ -156,12 +158,13 @@ class DataManifest:
                 yield f"has a manifest.json that names {name!r}, which is not a name inside the folder"
 
     def dumps(self) -> str:
+        """Return the manifest as JSON, with its own digest."""
         values = json.loads(json.dumps(asdict(self, dict_factory=_stored)))
         return json.dumps({"digest": _own_digest(values), **values}, indent=1) + "\n"
 
     @cached_property
     def beside(self) -> dict[str, tuple[str, int]]:
-        """The files beside the shards: the digest of each, and the bytes that it takes, or usually takes."""
+        """Files beside the shards: name -> digest and size in bytes, exact or usual."""
         found = {"tokenizer.json": (self.tokenizer, USUAL)}
         for split, sources in self.splits.items():
             for source, has in sources.items():
@@ -170,15 +173,15 @@ class DataManifest:
         return found
 
     def shards(self) -> Iterator[tuple[str, DataShard]]:
-        """Every shard, and the place of its source."""
+        """Yield (folder, shard) for every shard, where the folder is its source's, such as train/web."""
         for split, sources in self.splits.items():
             for source, of_source in sources.items():
                 yield from ((f"{split}/{source}", shard) for shard in of_source.shards)
 
     def tokens(self, split: str) -> int:
-        """Tokens of all sources of a split."""
+        """Return a split's number of tokens, over all sources."""
         return sum(of_source.tokens for of_source in self.splits[split].values())
 
     def stored_name(self, shard: DataShard) -> str:
-        """The name of the file that the folder holds for a shard."""
+        """Return the name under which the folder stores a shard. It has a suffix if the shard is compressed."""
         return shard.file if self.compression is None else f"{shard.file}.{self.compression.split(':')[0]}"

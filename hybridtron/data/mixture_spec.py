@@ -1,7 +1,7 @@
-"""What a phase reads: the sources that its mixture names, where they are, and how much of each.
+"""The sources that a phase reads: those that its mixture names, their folders, and their weights.
 
-Without a mixture these are all sources of `data.path`, each by its number of tokens. Whether they fit the phase is
-asked in `problems.py`.
+Without a mixture a phase reads all sources in `data.path`, weighted by their numbers of tokens. `problems.py` checks
+whether they fit the phase.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from hybridtron.config.schema import DataConfig, IngredientConfig
 from hybridtron.data.folder import FolderError, TokenFolder
 
-SMALLEST_SHARE = 1e-7  # of a mixture: a block of 2 / 1e-7 rows takes 100 MB and seconds to lay out
+SMALLEST_SHARE = 1e-7  # minimum weight in a mixture: a block of 2 / 1e-7 rows takes 100 MB, and seconds to lay out
 Opened = Callable[[str], TokenFolder]
 
 
 class MixtureSource(NamedTuple):
-    """A source in a mixture: its name there, the folder and the name under which that holds it, and its weight."""
+    """A source in a mixture: its name there, its folder, its name in that folder, and its weight."""
 
     name: str
     folder: TokenFolder
@@ -26,21 +26,25 @@ class MixtureSource(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Its folder, and its name there where that is another."""
+        """The source's folder. If its name there differs, that name is added."""
         return self.folder.name + (f", {self.source}" if self.source != self.name else "")
 
     def tokens(self, split: str) -> int:
+        """Return the number of tokens in a split, 0 if the source is not in it."""
         of_source = self.folder.manifest.splits[split].get(self.source)
         return 0 if of_source is None else of_source.tokens
 
     def learned(self, split: str) -> int | None:
-        """Tokens of a split that are learned; None where it has no masks, and all of them are."""
+        """Return the number of learned tokens in a split; None if it has no masks, so that all tokens are learned."""
         of_source = self.folder.manifest.splits[split].get(self.source)
         return None if of_source is None else of_source.learned
 
 
 def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
-    """The sources that are read, from folders as `opened` gives them; FolderError where they don't fit together."""
+    """Return the sources that a phase reads; raise FolderError if they don't fit together.
+
+    opened: opens a folder by its path or URL
+    """
     if data.mixture:
         mixture = [mixture_source(name, entry, data.path, opened) for name, entry in data.mixture.items()]
     else:
@@ -60,7 +64,7 @@ def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
 
 
 class NamedSource(NamedTuple):
-    """A source as a configuration names it, before its folder is opened; without a mixture, all that there is."""
+    """A source as the configuration names it, before its folder is opened. An empty name stands for all sources."""
 
     name: str
     place: str
@@ -71,7 +75,7 @@ class NamedSource(NamedTuple):
 
 
 def named_sources(data: DataConfig) -> list[NamedSource]:
-    """The sources that are read, as far as that can be said without opening them."""
+    """List the sources that the configuration names, without opening folders."""
     whole = sum(entry.weight for entry in data.mixture.values())
     sources = []
     for name, entry in data.mixture.items():
@@ -81,7 +85,10 @@ def named_sources(data: DataConfig) -> list[NamedSource]:
 
 
 def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened: Opened) -> MixtureSource:
-    """A source by the name it has in its folder: as the entry says, or the entry's own, or the only one there."""
+    """Find a mixture's entry in its folder: by `entry.source`, else by the entry's name, else the only source there.
+
+    Raises FolderError if there is no such source.
+    """
     folder = opened(entry.path or default_path)
     there = folder.manifest.splits["train"]
     source = entry.source or (name if name in there or len(there) != 1 else next(iter(there)))
@@ -96,7 +103,7 @@ def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened
 
 
 def _check_alike(first: MixtureSource, other: MixtureSource) -> None:
-    """Require that two sources mean the same by a token, and end documents with the same one."""
+    """Check that two sources have the same tokenizer and the same eos; raise FolderError otherwise."""
     ours = first.folder.manifest
     theirs = other.folder.manifest
     if theirs.tokenizer != ours.tokenizer:
@@ -114,30 +121,34 @@ def _check_alike(first: MixtureSource, other: MixtureSource) -> None:
 
 
 class Epochs(NamedTuple):
-    """One line of the plan: what a phase reads of a source, and which share of its tokens is learned."""
+    """A line in the reading plan: how much a phase reads from one source.
+
+    share: fraction of the phase's tokens
+    tokens: number of tokens that are read
+    """
 
     source: str
     share: float
     tokens: int
-    epochs: float | None  # None where it is not known how much there is
-    learned: float | None = None  # where the source has masks
-    place: str = ""  # its folder, and its name there where that is another
+    epochs: float | None  # times that the source is read; None where its size is not known
+    learned: float | None = None  # fraction of its tokens that is learned; None without masks
+    place: str = ""  # its folder, and its name there where that differs
 
     @property
     def shown_epochs(self) -> str:
-        """How often it is read, in tables."""
+        """The number of epochs, for tables."""
         return "not here" if self.epochs is None else f"{self.epochs:.3g}"
 
     @property
     def shown_learned(self) -> str:
-        """The learned share, in tables."""
+        """The learned fraction, for tables."""
         if self.learned is None:
             return "" if self.epochs is None else "all"
         return f"{self.learned:.1%}"
 
 
 def reading_plan(found: Sequence[MixtureSource], tokens: int) -> list[Epochs]:
-    """Of `tokens` training tokens, how many come from each source, and how often that reads it."""
+    """Divide `tokens` training tokens among the sources by weight, and count each source's epochs."""
     whole = sum(one.weight for one in found)
     lines = []
     for one in found:

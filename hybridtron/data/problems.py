@@ -1,8 +1,8 @@
-"""Checks that the data of each phase is there, fits together, and is enough, without reading tokens.
+"""Checks that each phase's data exists, fits together, and is enough, without reading tokens.
 
-Training and its plan refuse what is found here; `inspect`, `rehearse` and a dry run of `submit` do not, since they may
-be asked where the data is not. A phase that opens what could not be seen before, such as a URL, asks
-`content_problems`.
+Training and its plan refuse a configuration with such problems. `inspect`, `rehearse` and a dry run of `submit` do not,
+because they may run where the data is absent. A phase that opens data not visible before, such as a URL, calls
+`content_problems` then.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hybridtron.data.prepare.corpus import sizes
 from hybridtron.problems import Problem
 from hybridtron.storage.remote import is_url
 
-MOST_SENSIBLE = 100  # times that a text is read: nobody who learns of more wants that
-EMBEDDED_PATH = "data/embedded-{}"  # by the vocabulary's size
-# Where configs/data looks for text of one's own.
+MOST_SENSIBLE = 100  # epochs: above this, the advice is to use more text, not to allow more
+EMBEDDED_PATH = "data/embedded-{}"  # with the vocabulary's size
+# Folders where configs/data expects a user's own text.
 RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi", "data/language", "data/code", "data/pg19")
 
 
 def data_problems(config: Config) -> list[Problem]:
-    """List what is wrong with the data of each phase, as far as this machine can see it without reading tokens.
+    """List problems in each phase's data, as far as this machine can see them without reading tokens.
 
     The content of a URL is checked when a phase opens it.
     """
@@ -42,13 +42,13 @@ def data_problems(config: Config) -> list[Problem]:
 
     problems: dict[str, Problem] = {}
     for phase in resolve(config):
-        for problem in _phase_problems(phase, opened_once):  # a problem of several phases names the first
+        for problem in _phase_problems(phase, opened_once):  # a problem that phases share names the first of them
             problems.setdefault(problem.message.replace(_reader(phase), ""), problem)
     return list(problems.values())
 
 
 def _reader(phase: ResolvedPhase) -> str:
-    """Names a phase in a message that several may have."""
+    """Return the clause that names a phase in a message. Messages of several phases are equal without it."""
     return f" (phase {phase.settings.name} reads it)"
 
 
@@ -77,7 +77,7 @@ def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
 
 
 def _folder_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
-    """List the folders of a phase that can't be read, by the keys that name them, or else why they are no mixture."""
+    """List a phase's unreadable folders, by the keys that name them, or else the reason why they form no mixture."""
     data = phase.data
     faults: dict[str, FolderError] = {}
     is_here = not is_url(data.path)
@@ -103,7 +103,7 @@ def _folder_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
 
 
 def _place_problems(key: str, path: str, vocab_size: int) -> list[Problem]:
-    """Refuse to write the embedded corpus where recipes look for real text: they would read it without a warning."""
+    """Refuse to write the embedded corpus where recipes expect real text. They would read it without a warning."""
     if not _is_recipes_path(path):
         return []
     cure = f"use data=embedded, or {key}={EMBEDDED_PATH.format(vocab_size)}"
@@ -119,7 +119,10 @@ def _is_recipes_path(path: str) -> bool:
 
 
 def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
-    """List what an embedded corpus will lack whatever its vocabulary is: a token is a byte of the text at least."""
+    """Check that an embedded corpus will have enough text, before it is prepared.
+
+    A token is at least one byte, so no vocabulary makes more tokens than the text has bytes.
+    """
     data = phase.data
     try:
         tokens = parse_tokens(phase.settings.tokens)
@@ -136,7 +139,7 @@ def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
 
 
 def content_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
-    """List what makes opened sources unfit for the model and the lengths of a phase."""
+    """List problems that make opened sources unfit for a phase's model and lengths."""
     folders = {source.folder.name: source.folder for source in found}
     vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, phase, folder)]
     vocabulary += meaning_problems(phase.config, phase.index, found[0].folder)
@@ -144,7 +147,10 @@ def content_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSour
 
 
 def _vocabulary_problems(key: str, phase: ResolvedPhase, folder: TokenFolder) -> list[Problem]:
-    """An embedded folder must have been made for this vocabulary size; any other may be smaller than the model's."""
+    """Check a folder's vocabulary size against the model's.
+
+    An embedded folder must have been made for exactly this size; any other may have a smaller vocabulary.
+    """
     has = folder.manifest.vocab_size
     vocab_size = phase.model.vocab_size
     if phase.data.source == Source.embedded:
@@ -160,7 +166,7 @@ def _vocabulary_problems(key: str, phase: ResolvedPhase, folder: TokenFolder) ->
 
 
 def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
-    """A phase reads no source more often than data.epochs allows."""
+    """Check that a phase reads no source more often than data.epochs allows."""
     try:
         tokens = parse_tokens(phase.settings.tokens)
     except ValueError:
@@ -168,14 +174,17 @@ def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> li
     reads = {one.source: one.epochs or 0.0 for one in reading_plan(found, tokens)}
     problems = _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
     has = min(one.folder.manifest.vocab_size for one in found)
-    if problems and 2 * has <= phase.model.vocab_size:  # fine alone, here a sign of other text
+    if problems and 2 * has <= phase.model.vocab_size:  # harmless alone, here a sign of the wrong folder
         other = f"its vocabulary of {has} is not that of model.vocab_size={phase.model.vocab_size} either"
         return [Problem(problem.key, f"{problem.message}; {other}") for problem in problems]
     return problems
 
 
 def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: str) -> list[Problem]:
-    """Report the source that a phase reads most often, where that is too often."""
+    """Report the source that a phase reads most often, if data.epochs does not allow it.
+
+    enough: a value of data.epochs that would allow it
+    """
     most = phase.data.epochs
     source = max(reads, key=lambda name: reads[name])
     if most is None or reads[source] <= most:
@@ -190,7 +199,7 @@ def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: s
 
 
 def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
-    """Every source has text for a row of training, and one of them held-out text for the longest row."""
+    """Check that every source has text for a training row, and some source held-out text for the longest row."""
     seq_len = phase.settings.seq_len
     reader = _reader(phase)
     longest = seq_len * max((1, *phase.config.run.eval_lengths))

@@ -1,9 +1,9 @@
-"""What one of several ranks reads of rows whose tokens are shared out over them (`parallel/context.py`).
+"""Reading sequence shards: a rank's tokens in rows that several ranks divide (`parallel/context.py`).
 
-Of every chunk of a lane's row it reads the tokens of its own share, and one more, which is the label of the last. What
-it must know of the whole chunk is where documents begin and end in it, and that is known before a token is read.
+From every chunk in a lane's row, a rank reads its own shard and one more token, the last token's label. It must also
+know where documents begin and end in the full chunk, which is known before a token is read.
 
-Legend: S tokens of a chunk, T = S + 1.
+Letters: B rows, L tokens in a shard, T = L + 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridtron.data.rows import RowArrays, gather
 
 
 class RowPart(NamedTuple):
-    """Which of `ranks` equal shares of a row's tokens, in order, a rank has."""
+    """A rank's sequence shard: number `rank` when a row is divided into `ranks` equal parts."""
 
     rank: int = 0
     ranks: int = 1
@@ -34,10 +34,12 @@ WHOLE = RowPart()
 
 @dataclass(frozen=True)
 class PartOfRow:
-    """A share of a chunk: where its tokens and the next one are, and what is known of the whole chunk.
+    """A chunk's sequence shard: where its tokens are stored, and its place in the full chunk.
 
-    number: of the share's first document, among those of the lane's row. Spans, behind and unbroken as in `RowShare`,
-    continues as in `Batch`.
+    row: spans that hold its tokens, and the token after them
+    number: index of its first document among those in the lane's row
+    spans, behind, unbroken: as in `RowShare`, for one row
+    continues: as in `Batch`
     """
 
     row: RowSpans
@@ -49,7 +51,10 @@ class PartOfRow:
 
 
 def part_of_row(row: RowSpans, begin: int, length: int, part: RowPart, joined: bool) -> PartOfRow:
-    """Of the chunk of `length` tokens from place `begin` of a lane's row on."""
+    """Compute a rank's shard in a chunk, which has `length` tokens from place `begin` in a lane's row.
+
+    joined: whether the row counts as one document
+    """
     share = length // part.ranks
     first, end = begin + part.rank * share, begin + length
     stop = first + share
@@ -57,7 +62,7 @@ def part_of_row(row: RowSpans, begin: int, length: int, part: RowPart, joined: b
     starts = [0, *ends[:-1]]
     own = [index for index in range(len(ends)) if starts[index] <= stop and ends[index] > first]
     number = own[0]
-    document = (0, ends[-1]) if joined else (starts[number], ends[number])  # that of the share's first token
+    document = (0, ends[-1]) if joined else (starts[number], ends[number])  # the document of the shard's first token
     documents = [(0, ends[-1])] if joined else list(zip(starts, ends, strict=True))
     position = first - document[0] + (row.position if document[0] == 0 else 0)
     return PartOfRow(
@@ -71,21 +76,21 @@ def part_of_row(row: RowSpans, begin: int, length: int, part: RowPart, joined: b
 
 
 def _between(placed: tuple[int, Span], start: int, first: int, stop: int) -> tuple[int, Span]:
-    """Of a span that begins at place `start`, what lies from place `first` to before `stop`."""
+    """Cut a span that begins at place `start`, keeping the places from `first` to before `stop`."""
     source, span = placed
     skipped = max(0, first - start)
     return source, Span(span.document, span.first + skipped, min(start + span.count, stop) - start - skipped)
 
 
 class PartsRead(NamedTuple):
-    """The rows of a step, of which `parts` says what of the whole rows these are; None: they are whole."""
+    """A step's rows. If they are sequence shards, `parts` gives their places in the full rows; otherwise it is None."""
 
     rows: RowArrays
     parts: list[PartOfRow] | None = None
 
 
 def gather_parts(sources: Sequence[DocumentStore], parts: list[PartOfRow], dtype: np.dtype, joined: bool) -> PartsRead:
-    """Read the tokens of shares that are all of one length."""
+    """Read the tokens for shards with equal length."""
     rows = gather(sources, [part.row for part in parts], dtype, joined)
     numbers_B1 = np.array([[part.number] for part in parts], rows.documents_BT.dtype)
     continues_B = np.array([part.continues for part in parts])
@@ -94,7 +99,10 @@ def gather_parts(sources: Sequence[DocumentStore], parts: list[PartOfRow], dtype
 
 
 def with_share(batch: Batch, parts: Sequence[PartOfRow], part: RowPart) -> Batch:
-    """A batch of such shares, with what layers ask of the whole rows; the ranks' group is not known here."""
+    """Attach sequence shards to their batch, with the boundaries in full rows.
+
+    The ranks' process group is set later.
+    """
     share = RowShare(
         part.ranks,
         part.rank,

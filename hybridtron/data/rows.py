@@ -1,16 +1,16 @@
-"""Spans of documents -> the rows of a step, as arrays; and what a batch derives from them.
+"""Document spans -> a step's rows, as arrays -> a batch.
 
-A row holds T = L + 1 tokens: L inputs, and the label of the last. Everything else of a batch is arithmetic on four
-arrays, so that torch (here) and DALI (`dali.py`) make the same batches from the same rows:
+A row holds T = L + 1 tokens: L inputs, and the last input's label. The rest of a batch is arithmetic on four arrays, so
+that torch (here) and DALI (`dali.py`) make the same batches from the same rows:
 
     tokens    = tokens[:, :-1]                            labels = tokens[:, 1:]
     mask      = (documents[:, :-1] == documents[:, 1:]) & learned[:, 1:]
     positions = base[:, :-1] + the place in the row
 
-The mask of a token says whether it is learned as a label, so that it counts at the position before it. Under `join` a
-row is one document: documents are all 0, and the base is the same throughout.
+A token's mask says whether it is learned as a label, so it counts at the position before the token. Under `join` a row
+is one document: documents are all 0, and the base is constant.
 
-Letters: B rows, L input tokens a row, T = L + 1.
+Letters: B rows, L input tokens in a row, T = L + 1.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from hybridtron.data.order.stream import RowSpans
 
 
 class RowArrays(NamedTuple):
-    """The rows of a step.
+    """A step's rows, as arrays.
 
-    documents_BT counts the documents of a row from 0; base_BT is a token's position in its document less its place in
-    the row. learned_BT: whether a token is learned; all are where the sources have no masks. continues_B: whether a
-    row's first token follows the last one that its lane read.
+    documents_BT: index of each token's document in its row, from 0
+    base_BT: a token's position in its document minus its place in the row
+    learned_BT: whether a token is learned; True throughout where the sources have no masks
+    continues_B: whether a row's first token continues the document that its lane read last
     """
 
     tokens_BT: np.ndarray
@@ -43,7 +44,7 @@ class RowArrays(NamedTuple):
 
 
 def gather(sources: Sequence[DocumentStore], rows: Sequence[RowSpans], dtype: np.dtype, joined: bool) -> RowArrays:
-    """Read the tokens of rows that are all of one length; each is below the vocabulary's size."""
+    """Read the tokens for rows with equal length; raise DataError if a token is beyond the vocabulary."""
     spans = [one for row in rows for one in row.spans]
     counts = np.array([span.count for _, span in spans])
     length = int(counts.sum()) // len(rows)
@@ -67,7 +68,7 @@ def gather(sources: Sequence[DocumentStore], rows: Sequence[RowSpans], dtype: np
 
 
 def _places(spans_B: np.ndarray, counts: np.ndarray, first_B: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of every token the place of its document in the row, and the document's base; a row's first span has its own."""
+    """Compute each token's document index in its row, and its base. A row's first span starts at position first_B."""
     begins_B = np.cumsum(spans_B) - spans_B
     documents = np.arange(len(counts)) - begins_B.repeat(spans_B)
     base = (np.arange(len(spans_B)) * length).repeat(spans_B) - (np.cumsum(counts) - counts)
@@ -77,7 +78,7 @@ def _places(spans_B: np.ndarray, counts: np.ndarray, first_B: np.ndarray, length
 
 
 def batch_of(rows: RowArrays, documents: Documents) -> Batch:
-    """The batch of rows, on the CPU."""
+    """Compute the batch from these rows, on the CPU."""
     documents_BL = rows.documents_BT[:, :-1].copy()
     tokens_BL, labels_BL = rows.tokens_BT[:, :-1].astype(np.int64), rows.tokens_BT[:, 1:].astype(np.int64)
     positions_BL = rows.base_BT[:, :-1] + np.arange(documents_BL.shape[1])

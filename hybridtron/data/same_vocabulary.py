@@ -1,8 +1,8 @@
-"""Whether tokens of one tokenizer mean to a model what those of another did; without torch.
+"""Comparison of two tokenizers: do their tokens mean the same to a model? Needs no torch.
 
-Two files of one tokenizer can differ in every byte: another version of a library writes the same in other words, and
-what was tuned may have tokens added. So what is compared is what they do: the id of every token that both have, the
-merges, and the ids of some texts in which tokenizers usually part.
+Two files for one tokenizer can differ in every byte: another version of the library may write it differently, and
+fine-tuning may have added tokens. So their behaviour is compared: the id of every token that both have, the merges, and
+the ids for some texts that tokenizers usually split differently.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PROBES = (
 
 
 def difference(held: bytes, other: bytes) -> str | None:
-    """Why tokens of `other` are not those that a model with the tokenizer `held` knows; None where they are.
+    """Return how the tokens in `other` differ from those in `held`, which a model knows; None if they agree.
 
-    Both must be readable. Either may have more tokens behind those of the other.
+    Both must be readable. Either may have additional tokens.
     """
     return None if held == other else _difference(held, other)
 
@@ -43,7 +43,7 @@ def _difference(held: bytes, other: bytes) -> str | None:
 
 @lru_cache(maxsize=8)
 def is_readable(stored: bytes) -> bool:
-    """Whether it is the tokenizer.json of a tokenizer."""
+    """Return True if the bytes are a valid tokenizer.json."""
     try:
         read_tokenizer(stored)
     except BadTokenizer:
@@ -67,7 +67,7 @@ def _merges_differ(ours: Tokenizer, theirs: Tokenizer) -> str | None:
 
 
 def _merges(tokenizer: Tokenizer) -> list[Any]:
-    """As this version of the library writes them, whatever the file had."""
+    """Return the merges as this library version writes them, so that two files can be compared."""
     return json.loads(tokenizer.to_str())["model"].get("merges") or []
 
 

@@ -1,4 +1,4 @@
-"""The opened sources of a phase: where each one's documents are read, and how much of each."""
+"""A phase's opened sources: their document stores, weights, and the tokenizer that they share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybridtron.storage.cache import CacheOptions
 
 
 class Sources:
-    """Sources by their place in the mixture."""
+    """A phase's sources, in the mixture's order."""
 
     def __init__(self, mixture: Sequence[MixtureSource], cache: CacheOptions) -> None:
         self.mixture = list(mixture)
@@ -30,11 +30,14 @@ class Sources:
         self._stores: dict[str, list[DocumentStore]] = {}
 
     def __reduce__(self) -> tuple[type[Sources], tuple[list[MixtureSource], CacheOptions]]:
-        return Sources, (self.mixture, self._cache)  # another process opens stores of its own
+        return Sources, (self.mixture, self._cache)  # pickled without stores: another process opens its own
 
     @staticmethod
     def open(phase: ResolvedPhase) -> Sources:
-        """What a phase reads; ConfigError where it does not fit, now that it can be looked at."""
+        """Open the sources that a phase reads; raise ConfigError if they do not fit it.
+
+        Prepares the embedded corpus first, if it does not exist yet.
+        """
         data = phase.data
         key = phase.key("data.path")
         if data.source == Source.embedded:
@@ -58,7 +61,7 @@ class Sources:
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer that all of them share."""
+        """Path of the tokenizer that all sources share."""
         return self.mixture[0].folder.tokenizer_file
 
     @property
@@ -67,38 +70,38 @@ class Sources:
 
     @property
     def eos(self) -> int:
-        """The token that ends each document."""
+        """Token that ends each document."""
         return self.mixture[0].folder.manifest.eos
 
     @property
     def chat(self) -> str | None:
-        """The chat template that conversations were prepared with, where some were, as it is stored."""
+        """Chat template that conversations were prepared with, as stored; None if there are none."""
         stored = (one.folder.manifest.origin.get("chat") for one in self.mixture)
         return next((text for text in stored if isinstance(text, str)), None)
 
     @property
     def dtype(self) -> np.dtype:
-        """One that holds the tokens of all."""
+        """Dtype that holds every source's tokens."""
         return np.result_type(*(np.dtype(one.folder.manifest.dtype) for one in self.mixture))
 
     @property
     def masked(self) -> bool:
-        """Whether some of the training text has masks."""
+        """True if some training text has masks."""
         return any(one.learned("train") is not None for one in self.mixture)
 
     @property
     def documents_per_token(self) -> float:
-        """Of training, over all sources by their weights."""
+        """Training documents per token, averaged over the sources by weight."""
         splits = [one.folder.manifest.splits["train"][one.source] for one in self.mixture]
         weighted = zip(self.weights, splits, strict=True)
         return sum(weight * split.documents / split.tokens for weight, split in weighted) / sum(self.weights)
 
     def having(self, split: str) -> list[MixtureSource]:
-        """Those that have tokens in a split; all of them have in training's."""
+        """Return the sources that have tokens in a split. For training, these are all sources."""
         return [one for one in self.mixture if one.tokens(split)]
 
     def stores(self, split: str) -> list[DocumentStore]:
-        """What reads a split, one for each of `having(split)`."""
+        """Return a document store for each source in `having(split)`. Stores are opened once."""
         if split not in self._stores:
             self._stores[split] = [
                 DocumentStore(one.folder, split, one.source, self._cache) for one in self.having(split)
@@ -106,10 +109,11 @@ class Sources:
         return self._stores[split]
 
     def described(self) -> str:
-        """The sources, their digests and weights, in one line."""
+        """Describe the sources, their digests and weights in one line."""
         return ", ".join(f"{one.name} {one.folder.digest[:12]}/{one.source} x {one.weight:g}" for one in self.mixture)
 
 
 def cache_options(data: DataConfig) -> CacheOptions:
+    """Return the cache settings of a configuration."""
     limit = None if data.cache_limit is None else parse_bytes(data.cache_limit)
     return CacheOptions(Path(data.cache), limit, Patience(data.timeout, data.retries))

@@ -1,4 +1,4 @@
-"""The text of a tokenizer.json -> a tokenizer; the one place that opens one. Without torch."""
+"""Opening tokenizers: the text of a tokenizer.json -> a tokenizer. No other file opens tokenizers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from tokenizers import Tokenizer
 
 
 class BadTokenizer(ValueError):
-    """It is no tokenizer.json, or one that this version of the package can't read."""
+    """Raised when a text is not a tokenizer.json, or this version of the `tokenizers` package can't read it."""
 
 
 def read_tokenizer(stored: bytes | str, spelled: bool = False) -> Tokenizer:
-    """It reads whole texts as they are; with `spelled`, a special token in a text is spelled like any other word."""
+    """Parse a tokenizer.json; the tokenizer neither truncates nor pads.
+
+    spelled: treat special tokens in a text as ordinary text
+    """
     try:
         tokenizer = Tokenizer.from_str(stored if isinstance(stored, str) else stored.decode())
     except Exception as error:  # the package raises nothing narrower

@@ -1,7 +1,7 @@
-"""The held-out rows: pieces of each source's validation split, spread evenly over it, the same at every evaluation.
+"""The held-out rows: segments spread evenly over each source's validation split, the same at every evaluation.
 
-The start of a split would not do: its documents stand in the order of their inputs, and the first few of them, which
-is all that an evaluation has time for, may be easier or harder than the rest by more than training changes in hours.
+The start of a split would not do. Documents there keep their inputs' order, and an evaluation has time only for the
+first few. Their losses may differ from the average by more than hours of training change.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from hybridtron.data.sources import Sources
 def held_out(
     sources: Sources, documents: Documents, seq_len: int, tokens: int, micro_batch: int, piece: int
 ) -> Iterator[tuple[str, Batch]]:
-    """About `tokens` of the sources' validation splits, by weight, in batches of one source each, with its name.
+    """Yield batches from one source each, with its name: about `tokens` tokens in total, divided by weight.
 
-    Pieces are of `piece` tokens, the longest rows of this evaluation. Every seq_len reads rows of the same pieces, so
-    that losses at several lengths can be compared; one that does not divide a piece leaves its rest out.
+    piece: tokens in a segment, the longest row of this evaluation
+
+    Every seq_len reads rows from the same segments, so that losses at several lengths can be compared. If seq_len does
+    not divide a segment, the segment's rest is left out. Raises ValueError if no split has enough tokens for a row.
     """
     stores, mixture = sources.stores("validation"), sources.having("validation")
     whole = sum(one.weight for one in mixture)
@@ -39,7 +41,10 @@ def held_out(
 
 
 def _begins(available: int, tokens: int, seq_len: int, piece: int) -> list[int]:
-    """Where the rows begin in a split of `available` tokens: in the middle of each of as many equal parts as pieces."""
+    """Return where rows begin in a split with `available` tokens.
+
+    The split is divided into as many equal parts as there are segments, with a segment in the middle of each.
+    """
     piece = piece if piece <= available else seq_len
     pieces = available // piece
     wanted = min(max(1, tokens // piece), pieces)

@@ -1,7 +1,7 @@
-"""Work beside that of a process: tasks side by side in others, what is needed next in a thread of its own.
+"""Background work: tasks in parallel processes, and an iterator that is read ahead in a thread.
 
-Workers are handed tasks one at a time over a pipe of their own and answer on it. A worker that dies or fails ends the
-call, with what it said; all workers end with the call, or with the process that made it, however that ends.
+Each worker process receives tasks one at a time through its own pipe, and answers through it. If a worker dies or
+fails, the call raises its error. All workers end with the call, or with the process that made it, even if it is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Message = TypeVar("Message")
 
 
 def prefetched(made: Iterator[Message], ahead: int = 1) -> Iterator[Message]:
-    """What an iterator gives; while one is used, the next are made in a thread (reading leaves Python's lock)."""
+    """Yield an iterator's items, while a thread computes the next `ahead` items (reading releases Python's lock)."""
     with ThreadPoolExecutor(1, "prefetched") as thread:
         end = object()
         coming = deque(thread.submit(next, made, end) for _ in range(ahead))
@@ -35,28 +35,28 @@ def prefetched(made: Iterator[Message], ahead: int = 1) -> Iterator[Message]:
 
 
 class WorkerEnded(RuntimeError):
-    """A worker that ended without a word."""
+    """Raised when a worker process ends without an answer."""
 
 
 def side_by_side(
     work: Callable[[Task], Iterable[Message]], tasks: Sequence[Task], workers: int
 ) -> Iterator[tuple[int, Message | None]]:
-    """What `work` yields for each task, with the task's place, and then None. One worker is this process itself."""
-    if workers == 1 or len(tasks) <= 1:
+    """Run `work` on tasks in parallel; yield (index, message) per message, and (index, None) after each task."""
+    if workers == 1 or len(tasks) <= 1:  # in this process
         for place, task in enumerate(tasks):
             yield from ((place, message) for message in work(task))
             yield place, None
         return
-    context = multiprocessing.get_context("spawn")  # nothing is shared, and imports are found where they are here
+    context = multiprocessing.get_context("spawn")  # shares no state, but finds imports in the same places
     crew: dict[Connection, BaseProcess] = {}
     waiting = enumerate(tasks)
     try:
-        with unheard({signal.SIGINT}):  # it reaches every process of a terminal; workers are ended by the first one
+        with unheard({signal.SIGINT}):  # Ctrl-C reaches all processes; this process ends the workers
             for _ in range(min(workers, len(tasks))):
                 ours, theirs = context.Pipe()
                 crew[ours] = context.Process(target=_serve, args=(work, theirs), daemon=True)
                 crew[ours].start()
-                theirs.close()  # so that the pipe ends with the worker
+                theirs.close()  # the pipe then closes when the worker ends
         for connection, following in zip(crew, waiting, strict=False):
             connection.send(following)
         working = len(crew)
@@ -78,10 +78,10 @@ def side_by_side(
 
 @contextmanager
 def unheard(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """A time in which processes are started that never hear these signals."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # which the tracker inherits too
+    """Block signals while processes are started, which then never receive these signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the resource tracker inherits this too
     try:
-        resource_tracker.ensure_running()  # this unblocks two of them
+        resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         yield
     finally:
@@ -89,14 +89,14 @@ def unheard(signals: Collection[signal.Signals]) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """End this process with the one that started it, which may be killed, and can't end it then."""
+    """End this process when its parent ends. A killed parent can't end it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _heard(connection: Connection, worker: BaseProcess) -> Any:
-    """A worker's message; raises what it failed of."""
+    """Receive a worker's message; raise its exception, or WorkerEnded if it died."""
     try:
         message = connection.recv()
     except (EOFError, ConnectionResetError):
@@ -109,10 +109,10 @@ def _heard(connection: Connection, worker: BaseProcess) -> Any:
 
 
 def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection) -> None:
-    """What a worker does until it is ended."""
+    """Work on tasks in a worker process, until it is killed."""
     end_with_parent()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
-    with suppress(EOFError, BrokenPipeError):  # nobody listens any more
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker uses one thread
+    with suppress(EOFError, BrokenPipeError):  # the parent closed the pipe
         while True:
             place, task = connection.recv()
             try:

@@ -1,13 +1,13 @@
-"""Conversations -> text by the chat template of a tokenizer, and which of it is the assistant's.
+"""Conversations -> text by a tokenizer's chat template, with the spans that the assistant wrote.
 
-A template is a Jinja program, and comes from elsewhere: it runs in Jinja's sandbox, in a process of its own, which has
-bounds of time and memory. Where it marks the words of the assistant by {% generation %}, these are learned. Where it
-does not, what it writes for a message beyond its prompt is:
+A template is a Jinja program from elsewhere. It runs in Jinja's sandbox, in a process with limited time and memory. If
+it marks the assistant's words by {% generation %}, these are learned. Otherwise the text that it writes for an
+assistant's message, beyond the prompt, is learned:
 
     render(messages[:i], add_generation_prompt=True) | learned | the end of render(messages[:i + 1])
 
-Both must be beginnings of the whole text: a template that writes a turn otherwise where others follow it is refused.
-What it writes does not depend on the day: `strftime_now`, which some templates look for, is not defined.
+Both renderings must be prefixes of the full text: a template that writes a turn differently when others follow is
+refused. The text does not depend on the day, because `strftime_now`, which some templates look for, is not defined.
 """
 
 from __future__ import annotations
@@ -28,28 +28,35 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template, the tokens that it may name (`bos_token` and the like), and those that no message may spell."""
+    """A chat template.
+
+    tokens: special tokens that the template may use, by name (`bos_token` and the like)
+    special: special tokens that a message must not contain
+    """
 
     text: str
     tokens: tuple[tuple[str, str], ...]
     special: frozenset[str]
 
     def fault(self) -> str | None:
-        """Say, behind its name, why it is no template, or one that takes too much; None where it is one."""
+        """Return why the template can't be used, as a predicate for a message; None if it can.
+
+        A template is faulty if it does not parse, or exceeds its limits on two short messages.
+        """
         return template_process(self.text, self.tokens).fault()
 
     def stored(self) -> str:
-        """As folders and checkpoints keep it: the template and what it may name."""
+        """Return the template and its tokens as JSON, for folders and checkpoints."""
         return json.dumps({"template": self.text, "tokens": dict(self.tokens)})
 
     @staticmethod
     def of_stored(text: str) -> ChatTemplate:
-        """What `stored` wrote."""
+        """Read the JSON that `stored` returns."""
         values = json.loads(text)
         return ChatTemplate(values["template"], tuple(values["tokens"].items()), frozenset())
 
     def prompt(self, messages: list[dict[str, Any]], continued: bool = False) -> str:
-        """What comes before the next answer; `continued`: before the rest of the last message."""
+        """Return the text before the next answer or, with `continued`, before the rest of the last message."""
         if not continued:
             return self._written(messages, True)
         *before, last = messages
@@ -57,20 +64,23 @@ class ChatTemplate:
         before_it, found, behind = text.rpartition(HERE)
         if not found:
             raise ValueError("the chat template does not write the last message, which is to be continued")
-        return before_it if behind.startswith(" ") else before_it.rstrip()  # as it trims the others
+        return before_it if behind.startswith(" ") else before_it.rstrip()  # the template trims messages
 
     def question(self, messages: list[dict[str, Any]]) -> str:
-        """What comes before the next answer; ValueError where a message spells a special token, too."""
+        """Return the text before the next answer; raise ValueError also if a message contains a special token."""
         _check(messages, self.special)
         return self.prompt(messages)
 
     def behind_answer(self, messages: list[dict[str, Any]]) -> str:
-        """What the template writes behind the next answer, before another message."""
+        """Return the text that the template writes between the next answer and another message."""
         answered = [*messages, {"role": ASSISTANT, "content": HERE}]
         return self._written(answered).rpartition(HERE)[2]
 
     def conversation(self, messages: Any, tools: Any = None) -> tuple[str, Spans]:
-        """The text of a conversation, and the spans that the assistant wrote; ValueError says what is wrong with it."""
+        """Return a conversation's text, and the spans that the assistant wrote; raise ValueError if it is invalid.
+
+        Raises WorkerEnded once the template has exceeded its limits MOST_LOST times.
+        """
         _check(messages, self.special)
         if (lost := template_process(self.text, self.tokens).lost) >= MOST_LOST:
             raise WorkerEnded(f"{lost} conversations took the chat template more than it may; correct it")
@@ -84,7 +94,7 @@ class ChatTemplate:
             spans = _turns(places, ends)
         eos = dict(self.tokens).get("eos_token")
         if eos and text.rstrip().endswith(eos):
-            text = text.rstrip()  # it ends there, as every document does
+            text = text.rstrip()  # a document ends with eos
         clipped = ((first, min(end, len(text))) for first, end in spans)
         return text, tuple(span for span in clipped if span[0] < span[1])
 
@@ -101,7 +111,10 @@ class ChatTemplate:
 
 
 def _turns(places: list[int], ends: list[int | None]) -> Spans:
-    """Find what is written for each message of the assistant, beyond its prompt."""
+    """Return the span that the template writes for each message of the assistant, beyond its prompt.
+
+    ends: the lengths of the text before and after each message; None where that text is not a prefix
+    """
     spans = []
     for place, before, after in zip(places, ends[::2], ends[1::2], strict=True):
         if before is None or after is None or before > after:
@@ -112,7 +125,7 @@ def _turns(places: list[int], ends: list[int | None]) -> Spans:
 
 
 def _check(messages: Any, special: frozenset[str]) -> None:
-    """ValueError where these are no messages, or one spells a special token, which could end its turn."""
+    """Raise ValueError unless these are messages without special tokens, which could end a turn."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("has no 'messages', a list of at least one")
     for place, message in enumerate(messages):
@@ -127,7 +140,7 @@ def _check(messages: Any, special: frozenset[str]) -> None:
 
 
 def _marked(whole: str) -> tuple[str, Spans]:
-    """The text without marks, and what is between them."""
+    """Return the text without marks, and the spans between them."""
     pieces = re.split(f"[{BEGIN}{END}]", whole)
     ends = [sum(map(len, pieces[: count + 1])) for count in range(len(pieces))]
     return "".join(pieces), tuple(zip(ends[:-1:2], ends[1::2], strict=True))

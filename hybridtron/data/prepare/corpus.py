@@ -1,10 +1,10 @@
-"""The texts of the embedded corpus: what every Python installation holds, so that a first run needs no download.
+"""The texts of the embedded corpus. Every Python installation holds them, so a first run needs no download.
 
-English from the help topics of the Python documentation, and the sources of the standard library with their
-docstrings; about 10 MB. Not a corpus to draw conclusions about language from, but a real one: natural text and code,
+They are English from the help topics of Python's documentation, and the standard library's sources with their
+docstrings: about 10 MB. This is too little for conclusions about language, but it is real: natural text and code,
 documents of all lengths, two sources. `embedded.py` prepares a folder from it.
 
-The sources of installed packages make it larger: with torch, transformers and sympy it has ten times as many tokens.
+The sources of installed packages enlarge it: with torch, transformers and sympy it has ten times as many tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _SKIPPED_FILES = ("pydoc_data/topics.py", "_sysconfigdata")
 
 
 def documents() -> list[Document]:
-    """Every document of the corpus, sorted by where it comes from; sources `text` and `code`."""
+    """Return every document in the corpus, sorted by place. The sources are `text` and `code`."""
     found = itertools.chain(_topics(), _sources(Path(sysconfig.get_path("stdlib")), "lib", "code"))
     return sorted(found, key=lambda document: document.where)
 
 
 def sizes() -> dict[str, int]:
-    """Bytes of each source, of training and held out."""
+    """Return each source's bytes, including held-out text."""
     found: dict[str, int] = {}
     for document in documents():
         found[document.source] = found.get(document.source, 0) + _size(document)
@@ -39,12 +39,12 @@ def sizes() -> dict[str, int]:
 
 
 def packaged(folder: Path) -> list[Document]:
-    """The sources of an installed package, sorted, each file a document; the source is the package's name."""
+    """Return an installed package's files as documents, sorted. Their source is the package's name."""
     return sorted(_sources(folder, folder.name, folder.name), key=lambda document: document.where)
 
 
 def folder_of(package: str) -> Path:
-    """Where an installed package stands. Raises ArgumentError where there is none that is made of files."""
+    """Return an installed package's folder; raise ArgumentError if there is no such package with files."""
     spec = find_spec(package) if package.isidentifier() else None  # finding `a.b` would import a
     if spec is None or not spec.submodule_search_locations:
         raise ArgumentError(f"--packages {package}: no package of that name is installed: leave it out, or install it")
@@ -56,7 +56,7 @@ def _topics() -> Iterator[Document]:
 
 
 def _sources(root: Path, begin: str, source: str) -> Iterator[Document]:
-    """The Python sources below a folder, without the empty ones and those that are not UTF-8."""
+    """Yield the Python files below a folder, except empty files and those not in UTF-8."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
         for name in files:
@@ -93,12 +93,12 @@ def _size(document: Document) -> int:
 
 
 def embedded_input() -> Input:
-    """The texts of this Python installation, as an input without files."""
+    """Return the texts of this Python installation, as an input without files."""
     return Input("embedded", (), texts=sum(sizes().values()))
 
 
 def package_input(package: str) -> Input:
-    """The sources of an installed package, as an input: its first file stands for it."""
+    """Return an installed package's sources as an input. Its first file stands for the package."""
     folder = folder_of(package)
     return Input("package", (folder / "__init__.py",), texts=sum(map(_size, packaged(folder))))
 

@@ -1,4 +1,4 @@
-"""Inputs, the documents that they hold, and the count of those that are left out on the way to a part."""
+"""Inputs, their documents, and counts of the entries that are left out."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
     from hybridtron.data.prepare.chat import ChatTemplate
 
 Item = TypeVar("Item")
-SHOWN = 5  # bad entries of an input, and names of a list, that a message shows one by one
-HOPELESS = 1000  # entries without a good one among them, after which no more are read
+SHOWN = 5  # bad entries, or names in a list, that a message shows before "and N more"
+HOPELESS = 1000  # bad entries at an input's start, without a good one, after which reading stops
 LONGEST_NAME = 100
 
 
 class PrepareError(ValueError):
-    """Tokens that can't be prepared; the text says why, and what would work."""
+    """Raised when tokens can't be prepared. The message gives the reason, and a remedy."""
 
 
 class InputError(PrepareError):
-    """An input that can't be used."""
+    """Raised when an input can't be used."""
 
 
 class ArgumentError(PrepareError):
-    """What was asked for can't be done, whatever is in the inputs."""
+    """Raised when the arguments can't be satisfied, whatever the inputs hold."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """What one part is made from: a file; a shard of an MDS folder, after its index; or a run of text files.
+    """One input: a file, a shard of an MDS folder after its index, or a group of text files.
 
-    `texts` are the bytes of all documents, where its files do not say.
+    shard: the shard's number in an MDS index
+    texts: bytes in all documents; None where these are the sizes of its files
     """
 
     format: str
@@ -50,29 +51,30 @@ class Input:
 
     @property
     def file(self) -> Path:
-        """The one that holds the documents, or the first that does."""
+        """The file that holds the documents, or the first of them."""
         return self.files[-1 if self.format == "mds" else 0]
 
     @property
     def name(self) -> str:
+        """A name for messages."""
         more = f" and {len(self.files) - 1} more" if self.format == "text" and len(self.files) > 1 else ""
         return f"{self.file}{more}" if self.files else self.format
 
     @cached_property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return sum(file.stat().st_size for file in self.files) if self.texts is None else self.texts
 
     def stamps(self) -> list[list[int]]:
-        """Size and time of each file: what shows whether one was changed."""
+        """Return size and mtime of each file, which reveal whether it was changed."""
         return [[status.st_size, status.st_mtime_ns] for status in (file.stat() for file in self.files)]
 
 
 class Learned(NamedTuple):
-    """Which characters of a text are learned: from the first of each span to before its second.
+    """The learned characters in a text, as spans (begin, end).
 
-    apart: the text is cut at the boundaries of the spans before it is tokenized
-    special: special tokens that the text spells are these tokens, not words like any other
+    apart: the text is cut at the spans' boundaries before it is tokenized
+    special: special tokens in the text become these tokens, and are not ordinary text
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -81,9 +83,9 @@ class Learned(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text, or tokens that another program made; `where` is its place, for messages.
+    """A text, or tokens from another program. `where` is its place, for messages.
 
-    learned: which of its characters, or of its tokens (1 or 0 for each), are learned; None where all are
+    learned: which characters, or which tokens (1 or 0 for each), are learned; None where all are
     """
 
     content: str | np.ndarray
@@ -94,10 +96,13 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How inputs are read: the key or column of the text, the source where none is named, what parts packed tokens.
+    """Settings for reading inputs.
 
-    learn: the form in which inputs say what is learned (`learned.py`); None where all of it is
-    chat: the tokenizer's template of conversations
+    text_key: key or column that holds the text
+    source: name of the source where the input names none
+    separator: token between documents in packed tokens
+    learn: form in which inputs mark learned parts (`learned.py`); None where everything is learned
+    chat: the tokenizer's chat template
     """
 
     text_key: str = "text"
@@ -109,9 +114,13 @@ class InputOptions:
 
 @dataclass
 class Tally:
-    """What reading an input has come to. `entries` are lines, rows, files or samples, `position` bytes of its files.
+    """Counts from reading one input.
 
-    `short` and `long` are documents that a limit of their tokens left out.
+    noun: name of its entries in messages, such as lines, rows, files or samples
+    max_bad: fraction of entries that may be bad
+    short, long: documents that a limit on their tokens left out
+    position: bytes of its files that have been read
+    examples, remarks: messages about bad entries, and about the input
     """
 
     name: str
@@ -127,13 +136,13 @@ class Tally:
     remarks: list[str] = field(default_factory=list)
 
     def keeps(self, content: str | np.ndarray) -> bool:
-        """Whether a text, or tokens, have something in them; counts those that have not."""
+        """Return True for a text, or tokens, with content. Counts those that are empty or only white space."""
         empty = not len(content) or (isinstance(content, str) and content.isspace())
         self.empty += empty
         return not empty
 
     def reject(self, where: str, why: str) -> None:
-        """Count a bad entry; InputError where there was never a good one."""
+        """Count a bad entry; raise InputError if all entries were bad so far, and there are HOPELESS of them."""
         self.bad += 1
         if len(self.examples) < SHOWN:
             self.examples.append(f"{where}: {why[:200]}")
@@ -141,13 +150,16 @@ class Tally:
             raise InputError(f"{self.bad_entries()}\nnot one of the first {HOPELESS} is good; correct the input")
 
     def judge(self) -> None:
-        """InputError where more than this share is bad. It is rounded up: above 0, one bad entry is always allowed."""
+        """Raise InputError if the share of bad entries is above max_bad.
+
+        The limit is rounded up: above 0, one bad entry is always allowed.
+        """
         if self.bad > math.ceil(self.max_bad * self.entries - 1e-9):
             cure = f"--max-bad {self.max_bad:.6g} allows less; correct the input, or allow more"
             raise InputError(f"{self.bad_entries()}\n{cure}")
 
     def bad_entries(self) -> str:
-        """The bad entries, in words."""
+        """Describe the bad entries for a message."""
         listed = "".join(f"\n  {example}" for example in self.examples)
         more = f"\n  and {self.bad - len(self.examples)} more" if self.bad > len(self.examples) else ""
         return f"{self.name}: {self.bad} of {self.entries} {self.noun} are bad and left out{listed}{more}"
@@ -162,15 +174,15 @@ def _alone(file: Path) -> list[Files]:
 
 @dataclass(frozen=True)
 class Format:
-    """One format of inputs.
+    """A format that inputs can have.
 
-    described: what its files are, a line of --help
-    read: the documents of an input, in its order. What can't be read as one is counted and left out (`Tally`);
-        InputError, OSError or EOFError where the input is damaged
-    suffixes: how the names of its files end, in small letters
-    noun: what it has entries of
-    files: the files of each input that a file of such a name stands for; none where it is of another format
-    learn: the forms in which its files can say what is learned
+    described: a line for --help that describes its files
+    read: yields an input's documents, in order. An entry that can't be read is counted and left out (`Tally`); a
+        damaged input raises InputError, OSError or EOFError
+    suffixes: its file name endings, in lower case
+    noun: name of its entries, in the plural
+    files: returns each input's files for a file with such a name; none if its content has another format
+    learn: forms in which its files can mark learned parts
     """
 
     described: str
@@ -183,24 +195,28 @@ class Format:
 
 @lru_cache(maxsize=1000)
 def clean_name(name: str) -> str:
-    """A source's name as a part of paths: `Github (v2)` -> `Github-v2`. Names that become the same are one source."""
+    """Turn a source's name into a part of paths: `Github (v2)` -> `Github-v2`.
+
+    Names that become equal are one source.
+    """
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:LONGEST_NAME].strip("-._")
     return cleaned or f"source-{digest_of(name.encode(errors='replace'))[:8]}"
 
 
 def check_regular(file: Path) -> None:
+    """Raise ArgumentError if a file exists but is not regular."""
     if file.exists() and not file.is_file():
         raise ArgumentError(f"{file} is not a regular file; a device, a pipe or a folder can't be read as one")
 
 
 def listed(names: Sequence[object]) -> str:
-    """The first few of them, for a message."""
+    """List the first few names for a message."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(map(str, names[:SHOWN])) + more
 
 
 def in_runs(items: Iterable[Item], size_of: Callable[[Item], int], enough: int, most: int) -> Iterator[list[Item]]:
-    """Items in their order, as many together as reach a size that is enough, or the most there may be."""
+    """Yield consecutive items in groups. A group ends when its size reaches `enough`, or its number of items `most`."""
     run, size = list[Item](), 0
     for item in items:
         run.append(item)
@@ -213,9 +229,11 @@ def in_runs(items: Iterable[Item], size_of: Callable[[Item], int], enough: int, 
 
 
 def in_validation(content: str | np.ndarray, share: float) -> bool:
-    """Whether a document is held out: by its content, so that copies of it are on the same side, wherever they are.
+    """Return True if a document is held out. Its content decides, so that all copies are on the same side.
 
-    Tokens are placed by their own values, so that a text and its tokens may be on different sides.
+    share: fraction of documents that are held out
+
+    Tokens are hashed by their own values, so a text and its tokens may be on different sides.
     """
     data = content.encode() if isinstance(content, str) else content.astype("<u4").tobytes()
     return xxhash.xxh3_64_intdigest(data) < share * 2**64

@@ -1,9 +1,8 @@
-"""The folder of the embedded corpus (`corpus.py`), and its tokenizer: a byte-level BPE that is trained on the spot.
+"""The embedded corpus (`corpus.py`) as a prepared folder, with a byte-level BPE tokenizer that is trained on it.
 
-The corpus depends on the Python version, and on those of the packages whose sources are part of it. The manifest names
-them; its digest distinguishes versions.
-Several processes may prepare the same folder at once: each writes a temporary folder, the first to rename it wins, and
-the others use what they find.
+The corpus depends on Python's version, and on those of the packages whose sources it includes. The manifest names them;
+its digest distinguishes versions. Several processes may prepare the same folder at once: each writes a temporary
+folder, the first to rename it wins, and the others use the winner's.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ SETTINGS = FolderSettings(validation=0.05)
 
 
 def prepare_embedded(path: Path, vocab_size: int, packages: Sequence[str] = (), workers: int = 1) -> TokenFolder:
-    """The folder of the embedded corpus, made now unless it is there; its vocabulary may be smaller than asked.
+    """Return the embedded corpus's folder, prepared now unless it exists. Its vocabulary may be smaller than asked.
 
-    The sources of installed packages are more sources of it, and count for the vocabulary.
+    packages: installed packages whose sources are added; they count for the vocabulary
     """
     if path.exists():
         return TokenFolder.open(path)
@@ -57,7 +56,7 @@ def prepare_embedded(path: Path, vocab_size: int, packages: Sequence[str] = (), 
 
 
 def _learned_texts(packages: Sequence[str]) -> Iterator[str]:
-    """What is not held out."""
+    """Yield the texts that are not held out, for training the tokenizer."""
     for document in itertools.chain(corpus.documents(), *(corpus.packaged(corpus.folder_of(one)) for one in packages)):
         assert isinstance(document.content, str)
         if not in_validation(document.content, SETTINGS.validation):
@@ -65,7 +64,7 @@ def _learned_texts(packages: Sequence[str]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with END_OF_TEXT as entry 0; any text survives encoding and decoding."""
+    """Train a byte-level BPE with END_OF_TEXT as entry 0. Any text survives encoding and decoding."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -75,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(ByteLevel.alphabet()),
         show_progress=False,
     )
-    # Without a word of ours, tokenizers warns at every later fork of the process. Forked children never tokenize.
+    # If this is not set, tokenizers warns at every later fork of the process. Forked children never tokenize.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

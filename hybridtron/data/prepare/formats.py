@@ -1,4 +1,4 @@
-"""The formats of inputs, by name, in the order in which they are tried. docs/extending.md adds one."""
+"""The formats of inputs by name, in the order in which they are tried. docs/extending.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FORMATS = {
 
 
 def known_formats() -> str:
-    """The formats, as a part of a message."""
+    """List the formats for a message."""
     return "Known formats:" + "".join(f"\n  {known.described}" for known in FORMATS.values())
 
 
 def inputs_of(file: Path) -> list[Input]:
-    """The inputs that a file stands for: none where it is of no known format."""
+    """Return the inputs that a file stands for; none if its format is not known."""
     for name, known in FORMATS.items():
         if known.suffixes and file.name.lower().endswith(known.suffixes):
             check_regular(file)
@@ -39,7 +39,7 @@ def inputs_of(file: Path) -> list[Input]:
 
 
 def read(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    """The documents of an input; InputError where it is damaged, or where too much of it is bad."""
+    """Yield an input's documents; raise InputError if it is damaged, or has too many bad entries."""
     try:
         yield from FORMATS[one.format].read(one, reading, tally)
     except (OSError, EOFError, zlib.error) as error:

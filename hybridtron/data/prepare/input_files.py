@@ -1,13 +1,13 @@
-"""The files to be prepared: what a name, a pattern or a folder stands for.
+"""Finding the files to be prepared, by name, pattern or folder.
 
-A file that is named must be of a known format; in a folder others are left out, and reported. Text files count only in
-a folder that holds nothing else, since a data set's README.md is not a part of it; that they are left out is reported
-too. Nothing is read here but first bytes and the indexes of MDS folders.
+A file that is named must have a known format; in a folder, other files are left out and reported. Text files count only
+in a folder that holds no other data, since a data set's README.md is not part of it; leaving them out is reported too.
+Only files' first bytes and the indexes of MDS folders are read here.
 
-Text files make inputs of many files each, by their size, whether a folder or a pattern stands for them.
+Text files are grouped by size into inputs with many files each, whether a folder or a pattern stands for them.
 
-Links are followed, but no folder and no file is read twice, whatever names lead to it: a link to a folder above it
-would multiply the corpus. Only regular files are read, and of an MDS folder only what lies inside it.
+Links are followed, but no folder and no file is read twice, whatever names lead to it: a link to a parent folder would
+multiply the corpus. Only regular files are read, and in an MDS folder only files inside it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from hybridtron.data.prepare.documents import ArgumentError, Input, in_runs
 from hybridtron.data.prepare.formats import inputs_of, known_formats
 from hybridtron.data.prepare.input_tokens import MDS_INDEX
 
-TEXT_FILES = 1000  # in one input at most
-TEXT_BYTES = 2**26  # of text files, enough for one input
+TEXT_FILES = 1000  # maximum number in one input
+TEXT_BYTES = 2**26  # size at which an input is complete
 
 
 @dataclass(frozen=True)
 class FoundInputs:
-    """The inputs in the order of their parts, and what was skipped in folders.
+    """The inputs, in the order of their parts, and the files that were skipped in folders.
 
-    unknown: files of no known format
-    texts: text files beside data of other formats
-    repeated: second names of files and folders, each with the first one
+    unknown: files whose format is not known
+    texts: text files beside data in other formats
+    repeated: other names of files and folders, each with the first name
     """
 
     inputs: tuple[Input, ...]
@@ -42,7 +42,10 @@ class FoundInputs:
 
 
 def find(patterns: Sequence[str]) -> FoundInputs:
-    """What files, folders and patterns with * stand for; each file counts once, whatever its names are."""
+    """Find the inputs that files, folders and patterns with * stand for.
+
+    Each file counts once, whatever its names. Raises ArgumentError if nothing is found.
+    """
     search = _Search()
     for pattern in patterns:
         for path in search.expanded(pattern):
@@ -63,14 +66,14 @@ def find(patterns: Sequence[str]) -> FoundInputs:
 
 
 class _Seen:
-    """Files or folders by what they are on disk, whatever names lead there; second names are listed in `repeated`."""
+    """Files or folders by device and inode, whatever names lead to them. Other names are listed in `repeated`."""
 
     def __init__(self, repeated: list[tuple[Path, Path]]) -> None:
         self._names: dict[tuple[int, int], Path] = {}
         self._repeated = repeated
 
     def first(self, path: Path) -> bool:
-        """Whether it is found for the first time."""
+        """Add a path; return True if it is new."""
         status = path.stat()
         known = self._names.get((status.st_dev, status.st_ino))
         self._names.setdefault((status.st_dev, status.st_ino), path)
@@ -80,18 +83,18 @@ class _Seen:
 
 
 class _Search:
-    """The inputs that were found so far."""
+    """The inputs found so far."""
 
     def __init__(self) -> None:
         self.inputs: list[Input] = []
         self.texts: list[Path] = []
-        self.beside: set[Path] = set()  # text files that stand beside data
+        self.beside: set[Path] = set()  # text files in folders with other data
         self.unknown: list[Path] = []
         self.repeated: list[tuple[Path, Path]] = []
         self._files = _Seen(self.repeated)
 
     def expanded(self, pattern: str) -> list[Path]:
-        """The files and folders that a name or a pattern stands for."""
+        """Return the files and folders that a name or a pattern stands for; raise ArgumentError if there are none."""
         path = Path(pattern).expanduser().absolute()
         if path.exists():
             return [Path(os.path.normpath(path))]
@@ -102,7 +105,10 @@ class _Search:
         return [Path(os.path.normpath(match)) for match in matched]
 
     def _matches(self, pattern: str) -> Iterator[str]:
-        """As glob finds them, but `**` enters no folder twice: two links to a folder above make endlessly many ways."""
+        """Yield the matches of a pattern, as glob does, except that `**` enters no folder twice.
+
+        Otherwise two links to a parent folder would give endlessly many paths.
+        """
         before, deep, after = f"{pattern}/*".partition("/**/") if pattern.endswith("/**") else pattern.partition("/**/")
         if not deep:
             yield from glob.glob(pattern)  # noqa: PTH207  it skips hidden files
@@ -114,6 +120,7 @@ class _Search:
                 yield from self._matches(f"{glob.escape(str(folder))}/{after}")
 
     def add_file(self, file: Path) -> None:
+        """Add the inputs of a file that was named; raise ArgumentError if its format is not known."""
         if file.suffix == ".idx" and file.with_suffix(".bin").exists():
             file = file.with_suffix(".bin")
         found = inputs_of(file)
@@ -122,11 +129,12 @@ class _Search:
         self._add(found)
 
     def add_folder(self, root: Path) -> None:
+        """Add the inputs in a folder: its data or, without any, its text files."""
         texts: list[Input] = []
         has_data = False
         for folder, folders, files in _walked(root, self.repeated):
             if MDS_INDEX in files:
-                files = [MDS_INDEX]  # the rest belongs to it
+                files = [MDS_INDEX]  # other files belong to the MDS data set
                 folders.clear()
             for file in (folder / name for name in files):
                 found = inputs_of(file)
@@ -153,9 +161,9 @@ class _Search:
 
 
 def _walked(root: Path, repeated: list[tuple[Path, Path]]) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """A folder and all below it that is not hidden, each once; links after what is really there.
+    """Walk a folder and all visible folders below it, each once, links after real folders.
 
-    Gives each folder's own folders, which the caller may clear, and its files.
+    Yields each folder, its subfolders, which the caller may clear, and its files.
     """
     seen = _Seen(repeated)
     seen.first(root)

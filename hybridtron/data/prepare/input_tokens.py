@@ -1,7 +1,7 @@
-"""Documents out of files that hold tokens: Megatron's indexed data sets, lit-gpt's packed files, and MDS shards.
+"""Documents from files that hold tokens: Megatron's indexed data sets, lit-gpt's packed files, and MDS shards.
 
-The formats are read as they are written down, so that nothing of the programs that made them is needed. Whether the
-tokens are of the given tokenizer can't be seen here; what uses them checks their range.
+The formats are read as they are documented, so the programs that made the files are not needed. This code cannot see
+whether the tokens belong to the given tokenizer; `tokenized.py` checks their range.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from hybridtron.regular_files import Unreadable, path_inside, read_regular
 MDS_INDEX = "index.json"
 PACKED_MAGIC = b"LITPKDS"
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
-INDEX_HEADER = struct.Struct("<QBQQ")  # version, dtype, sequences, borders of documents
+INDEX_HEADER = struct.Struct("<QBQQ")  # version, dtype, sequences, document boundaries
 PACKED_HEADER = struct.Struct("<QBQ")  # version, dtype, tokens
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # of both
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # codes in both formats
 CUT = (
     "packed tokens hold no borders but their separator: the first and the last document of a file may be cut, "
     "and count as documents of their own"
@@ -48,13 +48,14 @@ IGNORED_MASK = "an MDS folder has a column of masks: all of its tokens are learn
 
 
 def megatron_files(file: Path) -> list[Files]:
+    """Return a data file with its .idx; nothing if that does not exist."""
     index = file.with_suffix(".idx")
     check_regular(index)
     return [(file, index)] if index.exists() else []
 
 
 def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    """A document is its sequences, one after the other."""
+    """Yield the documents, each made of its sequences in order."""
     file, index = one.files
     lengths, pointers, borders, dtype = _megatron_index(index)
     tokens = _mapped(file, dtype, 0)
@@ -71,7 +72,7 @@ def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[D
 
 
 def _megatron_index(index: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.dtype]:
-    """Lengths of sequences, where each starts in bytes, the sequences at which documents start, and the dtype."""
+    """Read an index: lengths of sequences, their starts in bytes, each document's first sequence, and the dtype."""
     data, start = index.read_bytes(), len(INDEX_MAGIC)
     if not data.startswith(INDEX_MAGIC) or len(data) < start + INDEX_HEADER.size:
         raise InputError(f"{index} is not the index of a Megatron data set")
@@ -89,12 +90,16 @@ def _megatron_index(index: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
 
 
 def packed_files(file: Path) -> list[Files]:
+    """Return a file that begins as packed tokens do; nothing for another file."""
     with file.open("rb") as opened:
         return [(file,)] if opened.read(len(PACKED_MAGIC)) == PACKED_MAGIC else []
 
 
 def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    """What stands between two separators is a document; the separators, which also fill up a file, are not kept."""
+    """Yield the tokens between two separators as a document.
+
+    The separators, which also pad a file's end, are dropped.
+    """
     (file,) = one.files
     with file.open("rb") as opened:
         header = opened.read(len(PACKED_MAGIC) + PACKED_HEADER.size)
@@ -117,7 +122,7 @@ def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Doc
 
 
 def mds_files(index: Path) -> list[Files]:
-    """One input a shard, which stands there as it is or compressed."""
+    """Return an index with each shard's file, compressed or not; raise InputError if a shard is missing."""
     found: list[Files] = []
     for shard in mds_shards(index) if index.name == MDS_INDEX else ():
         names = [info["basename"] for info in (shard["raw_data"], shard["zip_data"]) if info]
@@ -129,14 +134,14 @@ def mds_files(index: Path) -> list[Files]:
 
 
 def mds_shards(index: Path) -> list[dict[str, Any]]:
-    """The entries of an MDS folder's index.json."""
+    """Return the entries of an MDS folder's index.json; raise InputError if it is not such an index."""
     try:
         return _parsed_index(index, index.stat().st_mtime_ns)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{index} is not the index of an MDS folder: {error!r}") from error
 
 
-@lru_cache(maxsize=2)  # every shard's part asks for it
+@lru_cache(maxsize=2)  # requested for every shard
 def _parsed_index(index: Path, _: int) -> list[dict[str, Any]]:
     shards = json.loads(read_regular(index, LARGEST_INDEX))["shards"]
     if not all(isinstance(info, dict | None) for shard in shards for info in (shard["raw_data"], shard["zip_data"])):
@@ -153,7 +158,7 @@ def _in_mds(index: Path, name: object) -> Path:
 
 
 def read_mds(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    """A shard's samples: their column of text if there is one, else that of tokens."""
+    """Yield a shard's samples: their text column if there is one, else their column of tokens."""
     index, file = one.files
     entry = mds_shards(index)[one.shard]
     column = _mds_column(entry, reading.text_key, index)
@@ -204,7 +209,7 @@ def _mds_values(entry: dict[str, Any], column: str, data: bytes, file: Path) -> 
 
 
 def _mds_bytes(entry: dict[str, Any], file: Path) -> bytes:
-    """A shard as it was before compression, checked against its index."""
+    """Return a shard's bytes before compression, checked against its index; raise InputError if it is damaged."""
     raw = entry["raw_data"]
     compressed = file.name != Path(raw["basename"]).name
     info = entry["zip_data"] if compressed else raw
@@ -230,7 +235,7 @@ def _mds_fault(data: bytes, info: dict[str, Any]) -> str:
 
 
 def _hash(kind: str, data: bytes) -> str:
-    """By one of the names that an index may give; ValueError where there is no such algorithm."""
+    """Hash data by an algorithm that an index names; raise ValueError if there is no such algorithm."""
     if kind in xxhash.algorithms_available:
         return getattr(xxhash, kind)(data).hexdigest()
     return hashlib.new(kind, data).hexdigest()
@@ -245,7 +250,7 @@ def _dtype(code: int, file: Path) -> np.dtype:
 def _mapped(file: Path, dtype: np.dtype, offset: int) -> np.ndarray:
     count = (file.stat().st_size - offset) // dtype.itemsize
     if not count:
-        return np.empty(0, dtype)  # nothing can be mapped
+        return np.empty(0, dtype)  # an empty file can't be mapped
     return np.memmap(file, dtype, mode="r", offset=offset, shape=(count,))
 
 

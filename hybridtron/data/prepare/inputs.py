@@ -1,4 +1,4 @@
-"""Documents out of files of text: JSON lines, parquet, and plain files. Those of tokens are in `input_tokens.py`."""
+"""Documents from text files: JSON lines, parquet, and plain files. `input_tokens.py` reads files of tokens."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from hybridtron.regular_files import open_regular, read_regular
 from hybridtron.requirements import missing
 
 BLOCK = 2**20  # bytes read at once
-LONGEST_LINE = 2**28  # bytes of a JSON line; a longer one is left out, in pieces, so that memory does not depend on it
+LONGEST_LINE = 2**28  # bytes of a JSON line; longer lines are skipped block by block, which bounds memory
 LONGEST_TEXT = 2**32  # bytes of a text file, which is one document
-ROWS = 256  # of a parquet file, decoded at once
+ROWS = 256  # parquet rows decoded at once
 GZIP = b"\x1f\x8b"
-ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + kind]) + b"\x2a\x4d\x18" for kind in range(16)))  # frames to skip may lead
+ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + kind]) + b"\x2a\x4d\x18" for kind in range(16)))  # or skippable frames
 
 
 def _pyarrow(module: str) -> ModuleType:
@@ -45,7 +45,7 @@ def _pyarrow(module: str) -> ModuleType:
 
 @contextmanager
 def _decompressed(file: Path) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
-    """A file's contents, and the file itself, whose position shows how far the reading is."""
+    """Open a file; yield its decompressed contents, and the file itself, whose position shows the progress."""
     with io.BufferedReader(open_regular(file), BLOCK) as raw:
         head = raw.read(4)
         raw.seek(0)
@@ -62,6 +62,7 @@ def _decompressed(file: Path) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]
 
 
 def read_jsonl(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+    """Yield a document for each JSON line. Bad lines are counted and skipped."""
     (file,) = one.files
     with _decompressed(file) as (contents, raw):
         for number, line in enumerate(_lines(contents), 1):
@@ -85,7 +86,7 @@ def read_jsonl(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Docu
 
 
 def _lines(contents: BufferedIOBase) -> Iterator[bytes]:
-    """Lines, of one that is too long a byte more than it may have: the rest of it is skipped."""
+    """Yield lines. A line above LONGEST_LINE is cut one byte above it, and its rest is skipped."""
     while line := contents.readline(LONGEST_LINE + 1):
         rest = line if len(line) > LONGEST_LINE else b""
         while rest and not rest.endswith(b"\n"):
@@ -94,7 +95,7 @@ def _lines(contents: BufferedIOBase) -> Iterator[bytes]:
 
 
 def _of_record(record: object, reading: InputOptions) -> tuple[str, Learned | None, str]:
-    """Text of a JSON object, what is learned of it, and its source; ValueError where there is none."""
+    """Return a JSON object's text, its learned part and its source; raise ValueError if it has no such text."""
     if not isinstance(record, dict):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
     learned = None
@@ -105,7 +106,7 @@ def _of_record(record: object, reading: InputOptions) -> tuple[str, Learned | No
         if other is not None:
             raise ValueError(f"has no key {reading.text_key!r} but {other!r}, which --learn {other} reads")
         text = text_of(record, reading.text_key)
-    text.encode()  # JSON can spell halves of characters, which no tokenizer takes
+    text.encode()  # raises ValueError for lone surrogates, which JSON can hold but no tokenizer takes
     return text, learned, _named_source(record.get("meta"), reading)
 
 
@@ -115,6 +116,7 @@ def _named_source(meta: object, reading: InputOptions) -> str:
 
 
 def read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+    """Yield a document for each row. Bad rows are counted and skipped."""
     (file,) = one.files
     arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
     try:
@@ -142,7 +144,7 @@ def read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Do
 
 
 def _columns(schema: Any, file: Path, reading: InputOptions, arrow: ModuleType) -> list[str]:
-    """The columns to read: the text, and the source's name where there is one."""
+    """Return the columns to read: the text and, if there is one, the source's name."""
     if reading.text_key not in schema.names:
         named = ", ".join(schema.names)
         raise InputError(f"{file} has no column {reading.text_key!r}; --text-key names one of its own: {named}")
@@ -167,6 +169,7 @@ def _values(batch: Any, columns: list[str]) -> tuple[Any, Any]:
 
 
 def read_texts(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+    """Yield a document for each file. Files not in UTF-8 are counted and skipped."""
     for file in one.files:
         tally.entries += 1
         data = read_regular(file, LONGEST_TEXT)

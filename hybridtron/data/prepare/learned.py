@@ -1,12 +1,12 @@
-"""Which characters of a JSON line are learned, by the forms that `--learn` names:
+"""The learned characters of a JSON line, by the forms that `--learn` names:
 
     spans        {"text": "2 + 2 = 4.", "spans": [[8, 9]]}        characters 8 to before 9 of the text
     completion   {"prompt": "2 + 2 =", "completion": " 4"}        the completion
     messages     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
-                                                                  what the chat template writes for the assistant
+                                                                  the assistant's part of the chat template's text
 
-All of it is read, and only what is learned counts in the loss. A prompt and its completion are tokenized apart, as they
-are where a model is asked: the prompt alone. ValueError says what is wrong with a line.
+The model reads the full text, but only learned characters count in the loss. A prompt and its completion are tokenized
+separately, because a model that is asked gets the prompt alone. A faulty line raises ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOTHING = "has nothing to learn"
 
 
 def text_of(record: dict[str, Any], key: str) -> str:
-    """A text by its key."""
+    """Return a text by its key; raise ValueError if it is missing or not a string."""
     if key not in record:
         raise ValueError(f"has no key {key!r}")
     if not isinstance(text := record[key], str):
@@ -30,7 +30,7 @@ def text_of(record: dict[str, Any], key: str) -> str:
 
 
 def by_spans(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
-    """A text, and spans of its characters (code points) in any order."""
+    """Return a text and its learned spans, which a line lists in any order. They count characters (code points)."""
     text, given = text_of(record, reading.text_key), record.get("spans")
     if not isinstance(given, list):
         raise ValueError("has no 'spans', a list of [first, end]")
@@ -49,7 +49,7 @@ def by_spans(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learne
 
 
 def by_completion(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
-    """A prompt, which may be empty, and its completion."""
+    """Return a prompt and its completion as one text. The completion is learned; the prompt may be empty."""
     prompt, completion = text_of(record, "prompt"), text_of(record, "completion")
     if not completion:
         raise ValueError(f"{NOTHING}: 'completion' is empty")
@@ -57,7 +57,7 @@ def by_completion(record: dict[str, Any], reading: InputOptions) -> tuple[str, L
 
 
 def by_messages(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
-    """A conversation."""
+    """Return a conversation's text, in which the assistant's spans are learned."""
     assert reading.chat is not None
     text, spans = reading.chat.conversation(record.get("messages"), record.get("tools"))
     if not spans:

@@ -1,8 +1,8 @@
-"""One part of a folder of prepared tokens: documents of some inputs, tokenized and written, and a record of them.
+"""One part of a prepared folder: some inputs' documents, tokenized and written, and a record about them.
 
-Inputs that are smaller than a shard share a part, so that a folder has the shards that its bytes need and not one for
-each file. A part depends on its inputs, the vocabulary and the settings alone, not on the others, nor on the process
-that writes it. Its record is written last, and whole or not at all: what has no record counts as not begun.
+Inputs smaller than a shard share a part, so that the number of shards depends on the bytes, not on the number of files.
+A part depends on its inputs, the vocabulary and the settings alone, not on other parts, nor on the process that writes
+it. Its record is written last, and atomically: a part without a record counts as not begun.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.prepare.writer import SHARD_SIZE, PartRecord, PartWriter, Records
 from hybridtron.storage.durable import put, sync
 
-BATCH = 2**20  # characters tokenized at once; it takes about a hundred bytes for each
+BATCH = 2**20  # characters tokenized at once; each takes about a hundred bytes of memory
 MOST = 2**12  # documents tokenized at once
 TOKENS = "tokens"  # the folder within the work folder that becomes the output
 
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """What beside inputs and vocabulary decides how a folder looks; the names are those of the options.
+    """Settings, apart from inputs and vocabulary, that affect the output. They are named like the options.
 
-    Tokens of a document that are limited are counted with its eos.
+    min_tokens, max_tokens: limits on a document's tokens, its eos included
     """
 
     validation: float = 0.005
@@ -49,7 +49,11 @@ class FolderSettings:
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """Everything that it takes to write any part of a folder."""
+    """Everything needed to write any part of a folder.
+
+    work: folder that holds the unfinished output
+    max_bad: fraction of an input's entries that may be bad
+    """
 
     work: Path
     inputs: tuple[Input, ...]
@@ -59,13 +63,13 @@ class PrepareJob:
 
     @cached_property
     def parts(self) -> tuple[tuple[Input, ...], ...]:
-        """The inputs of each part, in their order: as many together as reach the size of a shard."""
+        """Inputs of each part, in order. A part is complete when its inputs reach the size of a shard."""
         runs = in_runs(self.inputs, lambda one: one.size, self.settings.shard_size, len(self.inputs))
         return tuple(tuple(run) for run in runs)
 
 
 class Finished(NamedTuple):
-    """The content of a record: the state of the inputs' files, a tally of each input, and the shards."""
+    """Contents of a part's record: size and mtime of the inputs' files, a tally for each input, and the shards."""
 
     stamps: list[list[int]]
     tallies: list[Tally]
@@ -77,7 +81,7 @@ def part_name(number: int) -> str:
 
 
 def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
-    """Write a part and its record; gives the bytes of inputs that were read, and the tokens, since the last time."""
+    """Write a part and its record; yield the input bytes read, and the tokens, since the last yield."""
     settings = job.settings
     inputs = job.parts[number]
     part = PartWriter(
@@ -96,7 +100,7 @@ def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
 
 
 def _write_input(one: Input, tally: Tally, part: PartWriter, job: PrepareJob) -> Iterator[tuple[int, int]]:
-    """Write the documents of one input to the part; gives bytes and tokens since the last time."""
+    """Write one input's documents to the part; yield bytes read and tokens since the last yield."""
     settings = job.settings
     vocabulary = job.vocabulary
     reading = InputOptions(settings.text_key, settings.source, vocabulary.separator, settings.learn, vocabulary.chat)
@@ -119,7 +123,7 @@ def _write_input(one: Input, tally: Tally, part: PartWriter, job: PrepareJob) ->
 def _is_kept(
     document: Document, tokens: np.ndarray, mask: np.ndarray | None, settings: FolderSettings, tally: Tally
 ) -> bool:
-    """Whether a document is written; counts those that are not."""
+    """Return True if a document is written. Counts those that are not."""
     if not len(tokens):
         tally.empty += 1
         return False
@@ -133,12 +137,12 @@ def _is_kept(
 
 
 def record_file(job: PrepareJob, number: int) -> Path:
-    """Where a part's record stands, if it is finished."""
+    """Return the path of a part's record. It exists once the part is finished."""
     return job.work / "records" / f"{part_name(number)}.npz"
 
 
 def _write_record(job: PrepareJob, number: int, finished: Finished) -> None:
-    """Shards first, then what says that they are there, each flushed to the disk."""
+    """Flush a part's shards to disk, then write the record that declares them finished."""
     root, arrays, entries = job.work / TOKENS, {}, {}
     for where, record in finished.records.items():
         entries[where], arrays[where] = record.entries, record.lengths
@@ -154,7 +158,7 @@ def _write_record(job: PrepareJob, number: int, finished: Finished) -> None:
 
 
 def read_record(job: PrepareJob, number: int) -> Finished | None:
-    """A finished part; None where it is not, or where its shards are not what they were."""
+    """Return a finished part; None if it has no record, or its shards are missing or have other sizes."""
     file = record_file(job, number)
     if not file.exists():
         return None
@@ -169,7 +173,7 @@ def read_record(job: PrepareJob, number: int) -> Finished | None:
             shard = job.work / TOKENS / where / info["basename"]
             if not shard.exists() or shard.stat().st_size != info["bytes"]:
                 return None
-    counted = about["tallies"] if "tallies" in about else [about["tally"]]  # one where a part was one input
+    counted = about["tallies"] if "tallies" in about else [about["tally"]]  # an earlier version had one input in a part
     tallies = [Tally(**values, max_bad=job.max_bad) for values in counted]
     return Finished(about["stamps"], tallies, records)
 
@@ -179,7 +183,7 @@ def _about(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def holds_documents(job: PrepareJob) -> bool:
-    """Check whether a finished part has a document: all else is written again in any case."""
+    """Check whether a finished part has a document. Everything else is written again in any case."""
     for file in (job.work / "records").glob("*.npz"):
         with np.load(file, allow_pickle=False) as arrays:
             if _about(arrays)["entries"]:
@@ -188,12 +192,12 @@ def holds_documents(job: PrepareJob) -> bool:
 
 
 def stamps_of(inputs: Sequence[Input]) -> list[list[int]]:
-    """Size and time of every file of a part's inputs."""
+    """Return size and mtime of every file in a part's inputs."""
     return [stamp for one in inputs for stamp in one.stamps()]
 
 
 def changed_files(inputs: Sequence[Input], finished: Finished) -> list[Path]:
-    """List the files of a part that changed after it was written; all of them where their number did."""
+    """List a part's files that changed after it was written; all files if their number changed."""
     files = [file for one in inputs for file in one.files]
     before = finished.stamps
     if len(before) != len(files):

@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar in a terminal, else a line from time to time; all of it on stderr."""
+"""A preparation's progress, on stderr: a bar in a terminal, elsewhere a line from time to time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVERY = 30.0  # seconds between lines where there is no terminal
 
 
 class PrepareProgress:
-    """Counts bytes of the inputs and tokens, of this call and of the earlier calls that it resumes."""
+    """Counts bytes and inputs, including those of the earlier calls that it resumes, and this call's tokens."""
 
     def __init__(self, job: PrepareJob, finished: Collection[int]) -> None:
         self.job = job
@@ -42,7 +42,7 @@ class PrepareProgress:
             self.console.print(f"resuming: {self.inputs} of {len(job.inputs)} inputs are finished")
 
     def advance(self, size: int, tokens: int) -> None:
-        """`size` more bytes are read, and `tokens` more tokens written."""
+        """Count `size` more bytes read, and `tokens` more tokens written."""
         self.tokens += tokens
         now, task = time.monotonic(), self.bar.tasks[self._task]
         rate = f"{self.tokens:,} tokens, {self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
@@ -54,7 +54,7 @@ class PrepareProgress:
             self.console.print(f"{task.percentage:.1f}% of {(task.total or 0) / 1e9:.2f} GB, {inputs}, {rate}{left}")
 
     def finish(self, number: int) -> None:
-        """A part is finished; says what was left out of its inputs."""
+        """Count a finished part, and print which entries of its inputs were left out."""
         self.inputs += len(self.job.parts[number])
         finished = read_record(self.job, number)
         assert finished is not None

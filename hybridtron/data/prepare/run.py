@@ -1,12 +1,12 @@
-"""Inputs -> a folder of prepared tokens, by any number of processes, and resumed after an interruption.
+"""Inputs -> a folder of prepared tokens, by any number of processes, resumable after an interruption.
 
-    OUTPUT.partial/plan.json             what is prepared, and how
+    OUTPUT.partial/plan.json             the inputs, the tokenizer and the settings
     OUTPUT.partial/records/part-*.npz    one for each finished part
-    OUTPUT.partial/tokens/               the folder, which gets its name when it is complete
+    OUTPUT.partial/tokens/               the folder, which is renamed to OUTPUT when it is complete
 
 The same inputs and settings give the same folder byte by byte, whatever the number of workers and interruptions. A
-folder's manifest identifies the inputs by their names and sizes, so that it does not depend on where they were. This is
-not a cleaner of data: nothing is filtered, deduplicated or mixed.
+folder's manifest identifies inputs by name and size, so it does not depend on where they were. Data is not cleaned:
+nothing is filtered by content, deduplicated or mixed.
 """
 
 from __future__ import annotations
@@ -60,9 +60,12 @@ def prepare(
     origin: Origin | None = None,
     work: Path | None = None,
 ) -> TokenFolder:
-    """The folder at `output`, made now, or resumed, unless the very same is there.
+    """Return the folder at `output`, prepared now or resumed. A folder made by the same arguments is only opened.
 
-    `max_bad` is the share of an input's entries that may be bad. `work` is where it is made until it is complete.
+    max_bad: fraction of an input's entries that may be bad
+    work: folder for the unfinished output; by default `output` with the suffix .partial
+
+    Raises PrepareError; the unfinished output stays, to be resumed, unless it has no documents.
     """
     _check(settings, workers)
     _check_learn(inputs, vocabulary, settings.learn)
@@ -98,6 +101,7 @@ def _write_missing(job: PrepareJob, finished: Mapping[int, Finished], workers: i
 
 
 def _check(settings: FolderSettings, workers: int) -> None:
+    """Raise ArgumentError if a setting is out of range."""
     if not 0 <= settings.validation < 1:
         raise ArgumentError(f"--validation is {settings.validation}, must be a share from 0 to below 1, such as 0.5%")
     if not SMALLEST_SHARD <= settings.shard_size <= LARGEST_SHARD:
@@ -119,7 +123,7 @@ def _check(settings: FolderSettings, workers: int) -> None:
 
 
 def _check_learn(inputs: Sequence[Input], vocabulary: Vocabulary, learn: str | None) -> None:
-    """Whether all inputs can say what is learned in this form."""
+    """Raise ArgumentError unless all inputs can mark learned parts in this form."""
     if learn is None:
         return
     if other := [one.name for one in inputs if learn not in FORMATS[one.format].learn]:
@@ -134,11 +138,11 @@ def _check_learn(inputs: Sequence[Input], vocabulary: Vocabulary, learn: str | N
 
 
 def _plan(job: PrepareJob) -> dict[str, Any]:
-    """What a begun folder must have been begun with to be resumed."""
+    """Return the arguments that must be equal for a call to resume an earlier one."""
     inputs = [[one.format, one.shard, *map(str, one.files)] for one in job.inputs]
     tokenizer = f"{job.vocabulary.name} ({digest_of(job.vocabulary.json.encode())[:12]})"
     chosen = {"tokenizer": tokenizer, "eos": job.vocabulary.eos_token, "separator": job.vocabulary.separator}
-    # What came later is only there where it was given: what is made without it is as it was before.
+    # Options of later versions appear only if given, so that folders made without them keep their identity.
     settings = {key: value for key, value in asdict(job.settings).items() if key not in LATER or value is not None}
     if job.settings.learn == "messages" and (chat := job.vocabulary.chat) is not None:
         chosen["chat-template"] = digest_of(repr((chat.text, chat.tokens)).encode())[:12]
@@ -146,7 +150,7 @@ def _plan(job: PrepareJob) -> dict[str, Any]:
 
 
 def _identity(job: PrepareJob) -> str:
-    """A digest of the arguments that a finished folder was made with, wherever its inputs stand."""
+    """Return a digest of the arguments that make a folder, wherever its inputs are."""
     inputs = [[[file.name, file.stat().st_size] for file in one.files] for one in job.inputs]
     return digest_of(json.dumps(_plan(job) | {"inputs": inputs}).encode())
 
@@ -156,13 +160,13 @@ def _already_there(output: Path, job: PrepareJob) -> TokenFolder:
     if folder.manifest.origin.get("arguments") != _identity(job):
         raise ArgumentError(f"{output} was prepared with other arguments; delete it, or give another --output")
     if (job.work / "plan.json").exists() and not (job.work / TOKENS).exists():
-        shutil.rmtree(job.work, ignore_errors=True)  # of a call that was killed when all was done
+        shutil.rmtree(job.work, ignore_errors=True)  # left by a call that was killed after it had renamed the folder
     return folder
 
 
 @contextmanager
 def _locked(work: Path) -> Iterator[None]:
-    """One call at a time; the lock ends with its process."""
+    """Hold the folder's lock, which ends with its process; raise PrepareError if another call holds it."""
     with (work / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,13 +178,16 @@ def _locked(work: Path) -> Iterator[None]:
 
 
 def _resumed(job: PrepareJob) -> dict[int, Finished]:
-    """The parts that an earlier call finished; PrepareError where it had other arguments."""
+    """Return the parts that an earlier call finished; raise ArgumentError if it had other arguments or inputs.
+
+    If no part with a document is finished, the work folder is cleared, and the plan written.
+    """
     file, plan = job.work / "plan.json", _plan(job)
     if not file.exists():
         ours = {"lock", "records", TOKENS, temporary_of(file).name}
         if foreign := {entry.name for entry in job.work.iterdir()} - ours:
             raise ArgumentError(f"{job.work} is needed to work in, and holds something else: {listed(sorted(foreign))}")
-    if not file.exists() or not holds_documents(job):  # nothing is lost, whatever it was begun with
+    if not file.exists() or not holds_documents(job):  # no finished work is lost, whatever the arguments were
         for folder in (job.work / "records", job.work / TOKENS):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -219,7 +226,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _clear(job: PrepareJob, missing: Sequence[int]) -> None:
-    """Remove what interrupted parts left, also of sources that their inputs have no more."""
+    """Remove the leftovers from interrupted parts, and source folders without parts."""
     names = {part_name(number) for number in missing}
     for folder in (job.work / TOKENS).glob("*/*/*"):
         if folder.name in names:
@@ -232,6 +239,7 @@ def _clear(job: PrepareJob, missing: Sequence[int]) -> None:
 
 
 def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
+    """Assemble the finished parts, and rename the folder to its final name."""
     finished = [read_record(job, number) for number in range(len(job.parts))]
     assert all(finished)
     parts = [part for part in finished if part]
@@ -254,7 +262,7 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
 
 
 def _described(job: PrepareJob, tallies: Sequence[Tally]) -> Origin:
-    """What a folder comes from, and what was left out."""
+    """Describe for the manifest where a folder comes from, and how many documents were left out."""
     described: dict[str, str | int | float] = {
         "tool": "hybridtron",
         "version": installed("hybridtron") or "not installed",

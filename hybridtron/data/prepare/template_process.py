@@ -1,7 +1,7 @@
-"""The process that renders a chat template, started once for many conversations: template_program.py is its program.
+"""The process that renders a chat template, started once for many conversations. Its program is template_program.py.
 
-A template that computes too long, takes too much memory or breaks the process ends that process alone. The next
-conversation gets a new one.
+A template that computes too long, takes too much memory or crashes ends only its process. The next conversation gets a
+new process.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-BEGIN = "\ufdd0"  # before what is learned: a noncharacter of Unicode, which no text has
-END = "\ufdd1"  # behind what is learned: a noncharacter too
+BEGIN = "\ufdd0"  # mark before a learned part: a noncharacter of Unicode, which no text has
+END = "\ufdd1"  # mark after a learned part: a noncharacter too
 PROGRAM = Path(__file__).with_name("template_program.py")
 LENGTH = struct.Struct("<Q")
-SECONDS = 5  # of computing
-WALL_SECONDS = 120  # on the clock, where a machine is busy
-MEMORY = 2**30  # bytes of the process
-LONGEST = 2**26  # characters of all texts that are asked for at once
+SECONDS = 5  # of CPU time for an answer
+WALL_SECONDS = 120  # of wall-clock time for an answer, on a busy machine
+MEMORY = 2**30  # bytes that the process may use
+LONGEST = 2**26  # characters in a rendered text
 ENDING_SECONDS = 10  # for a process that has closed its pipe
-MOST_LOST = 3  # processes, after which no more conversations are tried
+MOST_LOST = 3  # lost processes after which no more conversations are tried
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 TIMED_OUT = (-signal.SIGPROF, -signal.SIGALRM)
 
 
 class Unparsed(ValueError):
-    """A text is no template; the message says why."""
+    """Raised when a text is not a chat template. The message gives the reason."""
 
 
 class TemplateProcess:
-    """Renders one template."""
+    """Renders one template in a process of its own, which starts with the first request.
+
+    lost: number of processes that the template has ended
+    """
 
     def __init__(self, text: str, tokens: tuple[tuple[str, str], ...]) -> None:
         bounds = {"seconds": SECONDS, "wall": WALL_SECONDS, "memory": MEMORY, "longest": LONGEST}
@@ -49,7 +52,7 @@ class TemplateProcess:
         self.lost = 0
 
     def fault(self) -> str | None:
-        """Say why it is no template, or that two short messages are too much for it; None where it is one."""
+        """Return why the template does not parse, or exceeds its limits on two short messages; None otherwise."""
         try:
             answer = self._asked({"messages": TRIAL, "tools": None, "prompt": False, "cuts": []})
         except Unparsed as error:
@@ -61,7 +64,10 @@ class TemplateProcess:
     def rendered(
         self, messages: list[Any], tools: Any, prompt: bool, cuts: Sequence[tuple[int, bool]]
     ) -> tuple[str, list[int | None]]:
-        """Return a text, and where those of its first messages end (template_program.py); ValueError says why not."""
+        """Render messages; return the text, and the ends that `cuts` ask for (template_program.py).
+
+        Raises ValueError with the reason if the template fails or exceeds its limits.
+        """
         answer = self._asked({"messages": messages, "tools": tools, "prompt": prompt, "cuts": cuts})
         if "error" in answer:
             raise ValueError(answer["error"])
@@ -80,11 +86,11 @@ class TemplateProcess:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(PROGRAM)],  # -P: beside it are modules whose names others have, too
+            [sys.executable, "-P", str(PROGRAM)],  # -P: the program's folder has modules with others' names
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the process that asks
+            start_new_session=True,  # Ctrl-C is only for the process that asks
         )
         self._end = weakref.finalize(self, _ended, self._process, os.getpid())
         fault = self._said(self._process, _framed(self._opening))["fault"]
@@ -106,7 +112,7 @@ class TemplateProcess:
             self.lost += 1
             self._drop()
             raise ValueError(_why(code)) from error
-        except BaseException:  # an answer that was not waited for would be taken for the next one
+        except BaseException:  # a late answer would be taken for the next one
             self._drop()
             raise
 
@@ -121,7 +127,7 @@ def _kept(text: str, tokens: tuple[tuple[str, str], ...], process: int) -> Templ
 
 
 def template_process(text: str, tokens: tuple[tuple[str, str], ...]) -> TemplateProcess:
-    """Return this process's own, as one that was forked must not speak on its parent's pipes."""
+    """Return the template's process for this Python process. A forked process must not use its parent's pipes."""
     return _kept(text, tokens, os.getpid())
 
 
@@ -141,13 +147,13 @@ def _read(pipe: IO[bytes]) -> bytes:
 
 
 def _ended(process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() != owner:  # forked meanwhile: it is still its parent's
+    if os.getpid() != owner:  # in a forked process: it belongs to the parent
         return
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with suppress(OSError):  # what was not sent has nobody to go to
+        with suppress(OSError):  # unsent bytes have no reader any more
             pipe.close()
 
 

@@ -1,14 +1,14 @@
-"""The program that renders a chat template from elsewhere: in Jinja's sandbox, within bounds of time and memory.
+"""The program that renders a chat template from elsewhere: in Jinja's sandbox, with limited time and memory.
 
-template_process.py starts it as a process of its own, which imports neither torch nor this package, and ends it with
-itself. Both speak JSON, each message behind its length in 8 bytes:
+template_process.py starts it as a process of its own, which imports neither torch nor this package, and ends it on
+exit. Both send JSON, each message after its length in 8 bytes:
 
-    first     {"template", "tokens", "marks" and bounds}  -> {"fault": why it does not parse, or null}
-    then      {"messages", "tools", "prompt", "cuts"}     -> {"text", "ends"}, or {"error", "bound": is it a bound?}
+    first     {"template", "tokens", "marks" and limits}  -> {"fault": why it does not parse, or null}
+    then      {"messages", "tools", "prompt", "cuts"}     -> {"text", "ends"}, or {"error", "bound": was a limit hit?}
 
-The text is that of all messages, with or without the beginning of the next answer. A cut [n, prompt] asks where the
-text of the first n messages ends in it; null where it is no beginning of it. A text with the marks of {% generation %}
-is not cut. A rendering that takes longer than it may ends the process.
+The text contains all messages, with or without the start of the next answer. A cut [n, prompt] asks where the text of
+the first n messages ends in it; the answer is null if that text is not a prefix. Cuts are not answered if the text has
+{% generation %} marks. A rendering that exceeds its time ends the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LENGTH = struct.Struct("<Q")
 
 
 class _Generation(Extension):
-    """{% generation %}: puts what is inside between two marks."""
+    """The Jinja tag {% generation %}: puts its contents between two marks."""
 
     tags = {"generation"}  # noqa: RUF012 (declared by Jinja)
 
@@ -44,7 +44,7 @@ class _Generation(Extension):
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer requests until stdin closes."""
     opening = _heard()
     if opening is None:
         return
@@ -64,9 +64,9 @@ def main() -> None:
 
 
 def _bound(memory: int) -> None:
-    """Take no more memory than a template may, leave no core, and end when the clock says so."""
+    """Limit memory, disable core dumps, and let the timers' signals end the process."""
     for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
-        with suppress(OSError, ValueError):  # macOS knows the first and does not take it
+        with suppress(OSError, ValueError):  # macOS has the first, but refuses to set it
             resource.setrlimit(kind, (most, most))
     ending = (signal.SIGPROF, signal.SIGALRM)
     for number in ending:
@@ -76,7 +76,7 @@ def _bound(memory: int) -> None:
 
 @contextmanager
 def _timed(opening: dict[str, Any]) -> Iterator[None]:
-    """End the process where what is inside takes longer, in a loop of Python's or in one of C."""
+    """End the process if the block takes longer than its limits, even in a loop of C code."""
     signal.setitimer(signal.ITIMER_PROF, opening["seconds"])
     signal.setitimer(signal.ITIMER_REAL, opening["wall"])
     yield
@@ -93,7 +93,7 @@ def _answer(template: Template, opening: dict[str, Any], request: dict[str, Any]
         for count, prompt in [] if opening["marks"][0] in whole else request["cuts"]:
             text = _rendered(template, opening, request, count, prompt)
             ends.append(len(text) if whole.startswith(text) else None)
-    except Exception as error:  # whatever a program from elsewhere runs into
+    except Exception as error:  # a template may raise anything
         return {"error": _words(error, opening), "bound": isinstance(error, MemoryError | RecursionError)}
     return {"text": whole, "ends": ends}
 
@@ -129,12 +129,12 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _as_json(value: Any, indent: int | None = None) -> str:
-    """Write JSON with its characters as they are; Jinja's own filter escapes them for HTML."""
+    """Return JSON with its characters unchanged. Jinja's own filter escapes them for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _heard() -> dict[str, Any] | None:
-    """The next message; None where nobody asks any more."""
+    """Read the next message; return None when stdin has closed."""
     head = sys.stdin.buffer.read(LENGTH.size)
     return json.loads(sys.stdin.buffer.read(*LENGTH.unpack(head))) if len(head) == LENGTH.size else None
 

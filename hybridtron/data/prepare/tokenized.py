@@ -1,8 +1,9 @@
-"""Documents -> tokens, and where documents say what is learned a mask of them.
+"""Documents -> tokens and, for documents that mark learned parts, a mask of the learned tokens.
 
-A token is learned where the last of its characters is. So a token that begins before a learned part and ends in it (a
-space and the word behind it) is learned; one that begins in it and ends beyond is not, as it would teach what follows.
-Bytes of one character that are several tokens are learned together. eos is learned where the token before it is.
+A token is learned if its last character is. So a token that begins before a learned part and ends in it (a space and
+the word after it) is learned. A token that begins in it and ends beyond is not, because it would teach the text that
+follows. If a character's bytes are several tokens, these are learned together. eos is learned if the token before it
+is.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from hybridtron.data.prepare.documents import Document, InputError, Learned
 from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.prepare.writer import token_dtype
 
-PIECE = 2**23  # characters of a document beyond which it is tokenized in pieces
-NEAR = 2**16  # characters before a piece's end in which a good place to cut is looked for
+PIECE = 2**23  # characters tokenized at once; a longer document is split
+NEAR = 2**16  # characters before a segment's limit that are searched for a line break
 LARGEST = 2**32 - 2**12  # bytes of a document; an MDS shard stores its offsets in 32 bits
 Tokenized = tuple[np.ndarray, np.ndarray | None]
 
 
 def tokenized(batch: Sequence[Document], vocabulary: Vocabulary) -> Iterator[Tokenized]:
-    """Tokens of each document, without eos, and its mask, with an entry for eos."""
+    """Yield each document's tokens without eos, and its mask with an entry for eos; None where all are learned."""
     plain = [document.content for document in batch if document.learned is None]
     short = [text for text in plain if isinstance(text, str) and len(text) <= PIECE]
     tokenizer = vocabulary.tokenizer()
@@ -42,7 +43,7 @@ def tokenized(batch: Sequence[Document], vocabulary: Vocabulary) -> Iterator[Tok
 
 
 def masked(text: str, learned: Learned, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a text, and whether each is learned."""
+    """Tokenize a text; return its tokens, and whether each is learned."""
     tokenizer, characters = vocabulary.with_offsets(learned.special), np.zeros(len(text), np.bool_)
     for first, end in learned.spans:
         characters[first:end] = True
@@ -52,7 +53,7 @@ def masked(text: str, learned: Learned, vocabulary: Vocabulary) -> tuple[np.ndar
         for piece in cut(text[first:end]):
             encoding = tokenizer.encode(piece, add_special_tokens=False)
             begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-            last = np.where(ends > begins, ends - 1, begins).clip(max=len(piece) - 1)  # some cover no character
+            last = np.where(ends > begins, ends - 1, begins).clip(max=len(piece) - 1)  # some tokens cover no character
             tokens.append(np.array(encoding.ids, np.int64))
             mask.append(characters[first + last])
             first += len(piece)
@@ -60,10 +61,11 @@ def masked(text: str, learned: Learned, vocabulary: Vocabulary) -> tuple[np.ndar
 
 
 def cut(text: str) -> Iterator[str]:
-    """Pieces of a text too long for one tokenization, each ending with a line.
+    """Split a text that is too long for one tokenization. Each segment ends with a line.
 
-    They end behind a single line break, which common tokenizers part words at, so that the tokens are those of the
-    whole; where there is none near, or with a tokenizer that marks the start of a text, some at the cut differ.
+    A segment ends after a single line break, where common tokenizers separate words, so its tokens are those of the
+    full text. Some tokens at the cut differ if there is no line break near it, or if a tokenizer marks the start of a
+    text.
     """
     first = 0
     while len(text) - first > PIECE:
@@ -78,14 +80,14 @@ def cut(text: str) -> Iterator[str]:
 
 
 def _until_eos(tokens: np.ndarray, mask: np.ndarray | None, vocabulary: Vocabulary) -> Tokenized:
-    """Tokens without the eos that may be there already; it has its entry in the mask, or else gets one."""
+    """Drop eos if it already ends the tokens; otherwise add an entry for it to the mask."""
     if len(tokens) and tokens[-1] == vocabulary.eos:
         return tokens[:-1], mask
     return tokens, None if mask is None else np.append(mask, mask[-1:])
 
 
 def _checked(content: np.ndarray, where: str, vocabulary: Vocabulary) -> np.ndarray:
-    """Tokens that another program made."""
+    """Return another program's tokens as int64; raise InputError if one is outside the vocabulary."""
     tokens = content.astype(np.int64).reshape(-1)
     wrong = tokens[(tokens < 0) | (tokens >= vocabulary.size)]
     if len(wrong):
@@ -97,7 +99,7 @@ def _checked(content: np.ndarray, where: str, vocabulary: Vocabulary) -> np.ndar
 
 
 def ended(tokens: np.ndarray, document: Document, vocabulary: Vocabulary) -> np.ndarray:
-    """Tokens with their eos; InputError where they are too many."""
+    """Append eos to a document's tokens; raise InputError if they are too many for a shard."""
     size = (len(tokens) + 1) * np.dtype(token_dtype(vocabulary.size)).itemsize
     if size > LARGEST:
         raise InputError(f"{document.where}: makes {size} bytes of tokens; a document can have {LARGEST}: split it")

@@ -1,7 +1,7 @@
-"""The tokenizer that a folder is prepared with: a tokenizer.json on this machine, and which token ends documents.
+"""The tokenizer that a folder is prepared with: a tokenizer.json on this machine, and the token that ends documents.
 
-A name on a hub is not taken: what a folder is made with must still be there tomorrow, and the same. The file's size is
-bounded here; what the `tokenizers` package makes of it is not, such as the time that a pattern of its own takes.
+A name on a hub is not accepted: the tokenizer must still exist tomorrow, unchanged. The file's size is limited here.
+The time that the `tokenizers` package takes for its patterns is not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ LARGEST_TEMPLATE = 2**24  # bytes
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer in the form of its file, its ids of eos and of what parts packed tokens, and its chat template."""
+    """A tokenizer, as its file's text, with its chat template.
+
+    eos: id of the token that ends documents
+    size: number of entries
+    separator: id of the token between documents in packed tokens
+    """
 
     json: str
     name: str
@@ -39,16 +44,19 @@ class Vocabulary:
     chat: ChatTemplate | None = None
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer as documents need it: whole texts, in which special tokens are spelled like any other word."""
+        """Return a tokenizer that treats special tokens in a text as ordinary text."""
         return _tokenizer(self.json)
 
     def with_offsets(self, special: bool) -> Tokenizer:
-        """The same, whose offsets are all characters that a token covers; with `special`, special tokens are found."""
+        """Return a tokenizer whose offsets cover all characters in a token.
+
+        special: recognize special tokens in a text, instead of treating them as ordinary text
+        """
         return _tokenizer_with_offsets(self.json, special)
 
 
 def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | None = None) -> Vocabulary:
-    """The vocabulary of a folder that holds a tokenizer.json, or of the file itself."""
+    """Open the vocabulary in a tokenizer.json, by its path or its folder; raise ArgumentError if it can't be used."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not path.exists():
         raise ArgumentError(
@@ -73,9 +81,10 @@ def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | N
 def vocabulary_of(
     text: str, name: str, eos_token: str | None, separator: str | None = None, bos_token: str | None = None
 ) -> Vocabulary:
-    """The vocabulary of a tokenizer.json; without a name for eos, the one that is commonly it.
+    """Return the vocabulary in a tokenizer.json; raise ArgumentError if it can't be used.
 
-    Packed tokens are parted by bos where a tokenizer has one, unless a separator is named.
+    eos_token: by default, the first of KNOWN_EOS that the tokenizer has
+    separator: token between documents in packed tokens; by default bos, or else eos
     """
     try:
         tokenizer = read_tokenizer(text)
@@ -99,7 +108,7 @@ def vocabulary_of(
 
 
 def chat_template_of(folder: Path) -> ChatTemplate | None:
-    """The template of a folder, and the tokens that its configurations name."""
+    """Return a folder's chat template, with the special tokens that its configurations name; None if it has none."""
     configs = [_config(folder / config) for config in _CONFIGS]
     text = _template_text(folder, configs)
     tokens = {key: token for key in _TEMPLATE_TOKENS if (token := _named(configs, key))}
@@ -107,7 +116,7 @@ def chat_template_of(folder: Path) -> ChatTemplate | None:
 
 
 def _chat_template(folder: Path, found: Vocabulary) -> ChatTemplate | None:
-    """The same, with the vocabulary's eos, and no message may spell its special tokens."""
+    """Return a folder's chat template with the vocabulary's eos; messages must not contain its special tokens."""
     if (template := chat_template_of(folder)) is None:
         return None
     added = found.tokenizer().get_added_tokens_decoder().values()
@@ -117,7 +126,7 @@ def _chat_template(folder: Path, found: Vocabulary) -> ChatTemplate | None:
 
 
 def _template_text(folder: Path, configs: list[dict]) -> str | None:
-    """The one of chat_template.jinja, or the default one of tokenizer_config.json."""
+    """Return chat_template.jinja's text, or the default template in tokenizer_config.json; None without either."""
     try:
         text = read_regular(folder / "chat_template.jinja", LARGEST_TEMPLATE).decode()
     except FileNotFoundError:
@@ -133,12 +142,13 @@ def _template_text(folder: Path, configs: list[dict]) -> str | None:
 @lru_cache(maxsize=1)
 def _tokenizer_with_offsets(text: str, special: bool) -> Tokenizer:
     tokenizer = read_tokenizer(text, spelled=not special)
-    # Byte-level tokenizers commonly trim spaces off the offsets here; without special tokens it does nothing else.
+    # A byte-level tokenizer's own post-processor commonly trims spaces off the offsets. This one does not, and does
+    # nothing else, because no special tokens are added.
     tokenizer.post_processor = ByteLevel(trim_offsets=False)
     return tokenizer
 
 
-@lru_cache(maxsize=1)  # every batch of documents asks for it
+@lru_cache(maxsize=1)  # requested for every batch of documents
 def _tokenizer(text: str) -> Tokenizer:
     return read_tokenizer(text, spelled=True)
 
@@ -156,7 +166,7 @@ def _config(file: Path) -> dict:
 
 
 def _named(configs: list[dict], key: str) -> str | None:
-    """A special token by the first configuration that names it, as a string or as {"content": ...}."""
+    """Return a special token from the first configuration that names it, as a string or as {"content": ...}."""
     for values in configs:
         named = values.get(key)
         named = named.get("content") if isinstance(named, dict) else named

@@ -1,8 +1,7 @@
-"""Tokens -> a folder of prepared tokens, in parts that can be written side by side.
+"""Tokens -> a folder of prepared tokens, in parts that can be written in parallel.
 
-A part is what one input file gives: its own shards in every split and source. A finished part is described by its
-record; `assemble` makes the folder's indexes, lengths and manifest from the records, in their order. Shards stay
-where they were written.
+A part has its own shards in every split and source. A record describes a finished part; `assemble` makes the folder's
+indexes, lengths and manifest from the records, in their order. Shards stay where they were written.
 """
 
 from __future__ import annotations
@@ -27,9 +26,11 @@ SHARD_SIZE = 2**26  # bytes
 
 
 class PartRecord(NamedTuple):
-    """What a part holds of one source and split: MDS index entries of its shards, and of each document its length.
+    """Contents of a part in one source and split.
 
-    learned: how many tokens of each document are learned, where documents have masks.
+    entries: MDS index entries of its shards
+    lengths: number of tokens in each document
+    learned: number of learned tokens in each document; None without masks
     """
 
     entries: list[dict[str, Any]]
@@ -41,12 +42,15 @@ Records = dict[str, PartRecord]  # by split and source: `train/web`
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest dtype that holds every token."""
+    """Return the smallest dtype that holds every token."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 class PartWriter:
-    """Writes the documents of one part below `folder`; `tokens` already end in eos. With `masked` each has a mask."""
+    """Writes the documents of one part below `folder`.
+
+    Tokens already end in eos; with `masked` each document has a mask.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,10 @@ class PartWriter:
         self._writers: dict[str, ShardWriter] = {}
 
     def write(self, where: str, tokens: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:
-        """Add one document to a split and source; its mask is 1 for each token that is learned."""
+        """Add a document to a split and source (train/web); its mask is 1 for each learned token.
+
+        Raises ValueError if a token is outside the vocabulary.
+        """
         if where not in self._writers:
             self._writers[where] = ShardWriter(
                 self.folder / where, self.dtype, self.shard_size, self.compression, f"{self.part}/", self.masked
@@ -75,7 +82,7 @@ class PartWriter:
         writer.write(wide.astype(self.dtype), mask)
 
     def finish(self) -> Records:
-        """Write what is left; the record of each split and source that got a document."""
+        """Write the last shards; return a record for each split and source with documents."""
         for writer in self._writers.values():
             writer.finish()
         return {
@@ -97,7 +104,7 @@ def assemble(
     compression: str | None,
     origin: Mapping[str, str | int | float],
 ) -> None:
-    """Write tokenizer, indexes, lengths and manifest of a folder whose parts are all there."""
+    """Write tokenizer, indexes, lengths and manifest of a folder whose parts are all written."""
     gathered: dict[str, list[PartRecord]] = {}
     for where, record in itertools.chain.from_iterable(of_part.items() for of_part in records):
         gathered.setdefault(where, []).append(record)
@@ -130,9 +137,10 @@ def write_folder(
     compression: str | None = None,
     masks: Mapping[str, Mapping[str, Iterable[np.ndarray]]] | None = None,
 ) -> TokenFolder:
-    """Write documents by split and source, without their eos, which is added; a folder already there is kept.
+    """Write documents, given by split and source, as a folder. A folder that already exists is kept.
 
-    The masks of the same documents, where they are given, have an entry for eos too; ValueError where one has not.
+    Documents come without eos, which is added. Masks, if given, have an entry for eos too; otherwise ValueError is
+    raised.
     """
     with beside(path) as temporary:
         temporary.mkdir(parents=True)
@@ -151,6 +159,7 @@ def write_folder(
 def _with_masks(
     where: str, documents: Iterable[Sequence[int] | np.ndarray], masks: Iterable[np.ndarray] | None
 ) -> Iterator[tuple[Sequence[int] | np.ndarray, np.ndarray | None]]:
+    """Yield each document with its mask; raise ValueError if their numbers or lengths differ."""
     if masks is None:
         yield from ((document, None) for document in documents)
         return
@@ -167,7 +176,7 @@ def _with_masks(
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A place of this process alone in which to make a folder; what is there at the end is removed."""
+    """Yield a temporary path next to `path` that no other process uses; remove it at the end."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield temporary
@@ -176,7 +185,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 def install(temporary: Path, path: Path) -> None:
-    """Give a finished folder its name, unless another process has made one of that name by now."""
+    """Rename a finished folder to its final name, unless another process has created that meanwhile."""
     try:
         temporary.rename(path)
     except OSError:

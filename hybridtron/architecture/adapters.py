@@ -74,7 +74,7 @@ class AdaptersConfig:
 
 
 def is_adapter(key: str) -> bool:
-    """Return True for the name of an adapter weight, of its parts, or an optimizer tensor for it."""
+    """Return True for the names of adapter weights, of their parts, and of their optimizer tensors."""
     return ".adapter." in key
 
 

@@ -44,7 +44,7 @@ def place_problems(pattern: Pattern, specs: Mapping[str, PlaceSpec]) -> list[Pro
 def _feeder_problems(
     letter: str, following: str | None, specs: Mapping[str, PlaceSpec], at_border: bool
 ) -> Iterator[Problem]:
-    """Check that a feeder's stage continues with a sub-layer that can read its output."""
+    """Check that a feeder's output has a reader: the next sub-layer, in the same stage."""
     reader = specs.get(following) if following is not None else None
     what = f"has {letter}, whose output the next sub-layer alone reads, "
     if following is None:
@@ -60,7 +60,7 @@ def _feeder_problems(
 def _beside_problems(
     letter: str, before: str | None, specs: Mapping[str, PlaceSpec], at_border: bool
 ) -> Iterator[Problem]:
-    """Check that a parallel branch has a sub-layer before it, in its stage, whose norm can be shared."""
+    """Check that a parallel branch can share the norm of the previous sub-layer, in the same stage."""
     spec, first = specs[letter], specs.get(before) if before is not None else None
     if spec.norm_after:
         yield Problem(

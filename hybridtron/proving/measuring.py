@@ -1,7 +1,7 @@
-"""What every benchmark shares: rounds in which all forms take turns, and the report that it fills as it goes.
+"""Shared parts of all benchmarks: interleaved timing of several forms, and the report that a benchmark fills.
 
-A report has tables of ratios, goals with what was reached, and lines that only the console shows: absolute times,
-which mean nothing on another machine and are therefore never written down for a CPU.
+A report has tables of ratios, goals with the measured values, and console lines with absolute times. Absolute times
+mean nothing on another machine, so they are never written to a page for a CPU.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hybridtron.device import compute_device, describe_device, synchronize
 from hybridtron.requirements import installed
 
 VERSIONS = ("torch", "transformers", "numpy")
-SLOW = 2.0  # seconds from which on a form is not warmed up before it is measured
-TOLERANCE = 1e-5  # of forms that compute the same, as a share of each tensor's largest entry
+SLOW = 2.0  # seconds; a warm-up that takes longer counts as the first round
+TOLERANCE = 1e-5  # maximum difference of forms, relative to each tensor's largest entry
 MIB = 2**20
 Place = TypeVar("Place")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The rounds of one form, in seconds."""
+    """Rounds of one form, in seconds."""
 
     seconds: tuple[float, ...]
 
@@ -42,7 +42,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """How much longer the median round took than the fastest, as a share."""
+        """Excess of the median round over the fastest, as a fraction."""
         return sorted(self.seconds)[len(self.seconds) // 2] / self.fastest - 1
 
     def __str__(self) -> str:
@@ -50,10 +50,10 @@ class Timing:
 
 
 class Timings(dict[str, Timing]):
-    """The rounds of several forms, by name."""
+    """Rounds of several forms, by name."""
 
     def ratio(self, form: str, other: str) -> float:
-        """How many times as long a form took as another."""
+        """Return how many times as long `form` took as `other`."""
         return self[form].fastest / self[other].fastest
 
     @property
@@ -62,13 +62,13 @@ class Timings(dict[str, Timing]):
 
 
 class Seconds(float):
-    """What a form returns that has timed itself; any other number is a result, such as a loss."""
+    """Return type of a form that times itself; any other number is a result, such as a loss."""
 
 
 def interleaved(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dict[Place, Timing]:
-    """Time all forms in turns, round by round; every form runs once before, unless that took long.
+    """Time all forms in turns, round by round. Every form is warmed up once, unless that run was slow; then it counts.
 
-    A form that returns `Seconds` has timed itself: what it did before it began to count is left out.
+    A form that returns `Seconds` has timed itself, so that its preparation is left out.
     """
     found: dict[Place, list[float]] = {name: [] for name in forms}
     for name, run in forms.items():
@@ -90,19 +90,19 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def now() -> float:
-    """Seconds by the clock that counts, when all that was asked of the device is done."""
+    """Return the current time in seconds, after all work of the device is done."""
     synchronize()
     return time.process_time() if processor_time() else time.perf_counter()
 
 
 def processor_time() -> bool:
-    """Whether processor time is counted: with one thread it is what a CPU needs, however busy with other things."""
+    """Return True if processor time is measured: on a CPU with one thread it does not depend on other load."""
     return compute_device().type == "cpu" and torch.get_num_threads() == 1
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A number that we want, and what it turned out to be."""
+    """A wanted number and its measured value."""
 
     text: str
     wanted: str
@@ -112,7 +112,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class BenchTable:
-    """A table of the report; cells are text. `picture` is a file beside the page that is shown below it."""
+    """A table of the report; cells are text. `picture` is a file next to the page that is shown below the table."""
 
     title: str
     header: tuple[str, ...]
@@ -122,7 +122,7 @@ class BenchTable:
 
 @dataclass
 class BenchReport:
-    """What the command line chose (`recipe` holds its key=value arguments), and what a benchmark adds to the page."""
+    """Options of the command line (`recipe` holds its key=value arguments), and the results that a benchmark adds."""
 
     title: str
     quick: bool = False
@@ -135,14 +135,14 @@ class BenchReport:
     console: list[str] = field(default_factory=list)
 
     def sweep(self, forms: Mapping[Place, Mapping[str, Callable[[], object]]]) -> dict[Place, Timings]:
-        """Time all forms at all places (lengths, models) in turns, since places are compared as well."""
+        """Time all forms at all places (lengths, models) in turns, because places are compared as well."""
         every = {(place, name): run for place, runs in forms.items() for name, run in runs.items()}
         found = interleaved(every, self.repetitions)
         self.console += [f"{place}, {name}: {timing}" for (place, name), timing in found.items()]
         return {place: Timings({name: found[place, name] for name in runs}) for place, runs in forms.items()}
 
     def timed(self, forms: Mapping[str, Callable[[], object]]) -> Timings:
-        """The same at one place."""
+        """Time these forms in turns, at one place."""
         return self.sweep({self.title: forms})[self.title]
 
     def table(self, title: str, header: tuple[str, ...], cells: Iterable[Sequence[str]], picture: str = "") -> None:
@@ -156,7 +156,9 @@ class BenchReport:
         pairs: Sequence[tuple[str, str]],
         more: Mapping[str, Sequence[str]],
     ) -> None:
-        """A row for each place: one form's time over another's, where both were measured, and further columns."""
+        """Add a table with a row for each place: ratios of two forms' times, if both were measured, and further
+        columns.
+        """
         forms = " / ".join(max(measured.values(), key=len))
         header = (place, *(f"{form} / {other}" for form, other in pairs), *more, f"median over fastest, {forms}")
         cells = []
@@ -173,18 +175,21 @@ class BenchReport:
 
 
 def times(ratio: float) -> str:
-    """A ratio for a table: `3.4x`, `120x`."""
+    """Return a ratio as text: `3.4x`, `120x`."""
     return f"{ratio:.2f}x" if 0.1 <= ratio < 10 else f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
 
 
 def per_token(measured: Mapping[int, Timings], form: str) -> list[str]:
-    """A form's time per token at each length, over that at the first one."""
+    """Return a form's time per token at each length, relative to the first length."""
     found = [timings[form].fastest / length for length, timings in measured.items()]
     return [times(one / found[0]) for one in found]
 
 
 def difference(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The largest of any entry, as a share of its tensor's largest entry. Forms that differ are not compared."""
+    """Return the largest difference of any entry, relative to its tensor's largest entry.
+
+    Raises AssertionError above TOLERANCE, because times of different results can't be compared.
+    """
     pairs = zip(found, expected, strict=True)
     largest = max(((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs)
     assert largest <= TOLERANCE, f"the forms differ by {largest:.1e}"
@@ -192,7 +197,7 @@ def difference(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 
 
 def publish(report: BenchReport, command: str, output: Path | None) -> None:
-    """Print the page and the absolute times, and write the page where it is wanted."""
+    """Print the page and the absolute times, and write the page to `output` if it is given."""
     page = markdown(report, command)
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(Markdown(page))
@@ -204,7 +209,7 @@ def publish(report: BenchReport, command: str, output: Path | None) -> None:
 
 
 def markdown(report: BenchReport, command: str) -> str:
-    """The report as a page of its own, with what it takes to measure it again."""
+    """Return the report as a Markdown page, with the command, machine and versions."""
     lines = [f"# {report.title}", "", f"`{command}`", ""]
     lines += [f"- {note}" for note in (f"machine: {machine(report)}", f"versions: {versions()}", *report.notes)]
     for rows in report.tables:
@@ -217,14 +222,14 @@ def markdown(report: BenchReport, command: str) -> str:
 
 
 def grid(header: tuple[str, ...], cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown."""
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *cells)]
 
 
 def machine(report: BenchReport) -> str:
-    """The processor, and where times were taken how much of it was used, and how busy it was with other things.
+    """Describe the machine: the GPU, or the processor with its vector width, and for timings its threads and load.
 
-    Its vectors are named as torch uses them (AVX2, AVX512), since ratios differ by their width.
+    Vectors are named as torch uses them (AVX2, AVX512), because ratios depend on their width.
     """
     if report.device != "cpu":
         return describe_device()
@@ -237,7 +242,7 @@ def machine(report: BenchReport) -> str:
 
 
 def processor() -> str:
-    """The processor's name by the kernel, or what Python knows where there is no /proc."""
+    """Return the processor's name from /proc/cpuinfo, or from Python if that does not exist."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -245,6 +250,6 @@ def processor() -> str:
 
 
 def versions() -> str:
-    """Python's version and those of what is compared."""
+    """Return Python's version and those of the compared packages."""
     found = (f"{name} {installed(name) or 'not installed'}" for name in VERSIONS)
     return ", ".join([f"Python {platform.python_version()}", *found])

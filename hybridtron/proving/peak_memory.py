@@ -1,4 +1,4 @@
-"""Peak memory of a call: the highest resident set during it, in a process of its own, less what was resident before."""
+"""Peak memory of a call: the highest resident set during it, in its own process, minus the memory resident before."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hybridtron.proving.measuring import MIB, BenchReport, times
 
 CACHED_BELOW = 2**16  # bytes; larger blocks are returned to the system when they are freed
 Prepared = Callable[..., Callable[[], object]]
-"""A module's function of a form, a length and sizes, that returns the call. It has made a smaller one before, so that
-what every first call loads is not counted, and its inputs exist."""
+"""A module-level function of a form, a length and sizes, which returns the call. It has made the inputs, and has run a
+smaller call before, so that libraries loaded by a first call are not counted."""
 
 
 def fresh_processes() -> ProcessPoolExecutor:
-    """Two at a time, each for one call."""
+    """Return a pool of two processes at a time, each for one call."""
     return ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1)
 
 
 def measure_memory(
     report: BenchReport, prepared: Prepared, lengths: Sequence[int], forms: Sequence[str], sizes: object
 ) -> dict[int, dict[str, int]]:
-    """Bytes by length and form, and the table of them with the first form's share of each other one."""
-    # Else the C library keeps freed blocks between those in use, and these would count.
+    """Measure the bytes by length and form, and report them with the first form's ratio to each other form."""
+    # Otherwise the C library keeps freed blocks between those in use, and they would count.
     environment = patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(CACHED_BELOW))
     with environment, fresh_processes() as pool:
         waiting = {
@@ -52,7 +52,9 @@ def measure_memory(
 
 
 def added_by(prepared: Prepared, form: str, length: int, sizes: object) -> int:
-    """The body of that process: bytes on the device, or where that holds none on the host."""
+    """Return the bytes that a call adds, on the device, or on the host if the device holds none; runs in its own
+    process.
+    """
     torch.set_num_threads(1)
     call = prepared(form, length, sizes)
     before = resident(reset=True)
@@ -62,7 +64,9 @@ def added_by(prepared: Prepared, form: str, length: int, sizes: object) -> int:
 
 
 def resident(reset: bool) -> int:
-    """The highest resident set so far, in bytes; with `reset` the present one, from which Linux then counts again."""
+    """Return the highest resident set so far, in bytes; `reset` restarts the count from the current set (Linux
+    only).
+    """
     status = Path("/proc/self/status")
     if not status.exists():  # macOS counts bytes, and can't be reset
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Training steps to be measured: a recipe's engine on this process alone, over the same micro-batches each time."""
+"""Training steps for measurements: a recipe's engine on this process alone, with the same micro-batches each time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups, start, stop
 from hybridtron.planning.count import count
 
-DOCUMENTS = 3  # per row of random tokens, where the recipe keeps documents apart
+DOCUMENTS = 3  # per row of random tokens, if the recipe isolates documents
 LEARNING_RATE = 1e-4
 
 
 def checked(settings: Sequence[str]) -> Config:
-    """The configuration of these arguments. Raises ConfigError where it is not one."""
+    """Load and check the configuration of these arguments. Raises ConfigError."""
     config = load(settings)
     require(config)
     return config
@@ -33,7 +33,7 @@ def checked(settings: Sequence[str]) -> Config:
 
 @contextmanager
 def one_process(config: Config) -> Iterator[Groups]:
-    """The process groups of this process alone, until the block ends."""
+    """Yield process groups with this process alone, until the block ends."""
     try:
         yield start(config.parallel, launch=ProcessLaunch(0, 1))
     finally:
@@ -41,7 +41,7 @@ def one_process(config: Config) -> Iterator[Groups]:
 
 
 class Steps:
-    """What the trainer does between asking for data and writing metrics, in the context that a CPU needs."""
+    """The trainer's step without data loading and metrics; each call runs one step on the same batches."""
 
     def __init__(self, config: Config, groups: Groups, batches: Sequence[Batch]) -> None:
         self.batches, self.losses = batches, list[Tensor]()
@@ -56,7 +56,7 @@ class Steps:
 
 
 def plain_adamw(model: LanguageModel, config: Config, lr: float, fused: bool = False) -> torch.optim.AdamW:
-    """torch's own optimizer, with the recipe's settings."""
+    """Return torch's own AdamW with the recipe's settings."""
     weights, optim = dict(model.named_parameters()), config.optim
     groups = [
         {"params": [w for name, w in weights.items() if model.table[name].decay is decayed], "weight_decay": amount}
@@ -66,14 +66,14 @@ def plain_adamw(model: LanguageModel, config: Config, lr: float, fused: bool = F
 
 
 def speed(config: Config, seconds: float) -> tuple[float, float]:
-    """Tokens a second and TFLOP/s, by our count, of a step of the first phase that takes this long."""
+    """Return tokens per second and TFLOP/s, by our FLOP count, of a first-phase step that takes this long."""
     phase = config.phases[0]
     tokens = phase.tokens_per_step / seconds
     return tokens, tokens * count(config.model, phase.seq_len).flops_per_token / 1e12
 
 
 def random_batches(config: Config) -> list[Batch]:
-    """The micro-batches of one step of the first phase, of random tokens that all count."""
+    """Return the micro-batches for one step of the first phase: random tokens without masks."""
     phase, generator = config.phases[0], torch.Generator().manual_seed(0)
     rows, length = phase.micro_batch, phase.seq_len
     batches = []

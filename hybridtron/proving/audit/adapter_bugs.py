@@ -1,4 +1,4 @@
-"""Bugs of low-rank adapters, to try the audit with."""
+"""Planted bugs of low-rank adapters, for testing the audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs of sub-layers beside each other, and of multipliers of their parts, to try the audit with."""
+"""Planted bugs of parallel branches and multipliers, for testing the audit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _residual, _beside, _stack, _multiplied = Residual.forward, Beside.forward, Stac
 
 
 def _showing(shown: Callable[[ResidualOut], Tensor]) -> Replaced:
-    """Another thing in the place of what a norm has made, for those beside its sub-layer."""
+    """Replace the normed input that a sub-layer passes to its parallel branches."""
 
     def forward(self: Residual, *given: Any) -> ResidualOut:
         out = _residual(self, *given)
@@ -39,7 +39,7 @@ def _twice_under_sequence_parallelism(self: Beside, normed_LBD: Tensor, state: S
 
 
 def _settled_before_the_last(self: Stack, *given: Any) -> StackOut:
-    """A stage sends the stream on without what its last sub-layer adds, if that stands beside another."""
+    """Send the stream to the next stage without the last sub-layer's output, if that is a parallel branch."""
     out, last = _stack(self, *given), list(self.values())[-1]
     return out._replace(x_LBD=out.x_LBD - cast(Tensor, last.added_LBD)) if isinstance(last, Beside) else out
 

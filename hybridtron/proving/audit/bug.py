@@ -1,4 +1,4 @@
-"""What a planted bug is, and a kind of which there are many: a mark on a weight that is wrong."""
+"""A planted bug, and a helper for the most common kind: a wrong mark on a weight."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from hybridtron.engine.stage import mark_for_megatron
 from hybridtron.model.lm import LanguageModel
 
-Replaced = dict[str, Any]  # where an attribute stands -> what stands there instead
+Replaced = dict[str, Any]  # dotted path of an attribute -> its replacement
 
 
 @dataclass(frozen=True)
 class Bug:
-    """What goes wrong, what is replaced for it, and where it shows: an architecture and a layout of the table."""
+    """A planted bug: its effect, the replaced attributes, and the architecture and layout that reveal it."""
 
     effect: str
     replaced: Replaced
@@ -23,7 +23,7 @@ class Bug:
 
 
 def marked(names: str, mark: str, value: bool) -> Replaced:
-    """Another mark on the weights that have this in their names, after all have theirs."""
+    """Set a mark to another value on all weights with `names` in their name, after the marks were set."""
 
     def set_mark(model: LanguageModel, copied: Mapping[str, bool]) -> None:
         mark_for_megatron(model, copied)

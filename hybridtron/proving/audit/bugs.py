@@ -1,6 +1,6 @@
-"""Bugs to try the audit with: each is put into a module of the product while a worker runs, and must be found.
+"""Planted bugs for testing the audit: each is patched into the product while a worker runs, and the audit must find it.
 
-All are mistakes that train without a word: a sum left out or made twice, a cut in the wrong order, a wrong divisor.
+Each trains silently with wrong gradients: a sum left out or made twice, a cut in the wrong order, a wrong divisor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hybridtron.proving.audit.sharing_bugs import SHARING_BUGS
 
 @contextmanager
 def injected(name: str | None) -> Iterator[None]:
-    """The product with this bug in it; without one, the product."""
+    """Patch the bug of this name into the product while the block runs; None patches nothing."""
     with ExitStack() as stack:
         for where, instead in ({} if name is None else BUGS[name].replaced).items():
             stack.enter_context(patch(where, instead))
@@ -84,7 +84,7 @@ RANKING_OF_EVERY_RANK: Replaced = {
 
 
 def _inside_shares(x_LBD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """As of two ranks that each have the tokens of their own half."""
+    """Shift tokens as if two ranks each saw only their own half."""
     before_LBD, last_BD = token_before(x_LBD, *rest)
     return before_LBD.index_fill(0, torch.tensor([len(x_LBD) // 2]), 0), last_BD
 
@@ -104,7 +104,7 @@ DECAY = marked("", "undecayed", False)
 NORM_COUNTS_COPIES = marked("", "tensor_model_parallel", True)
 X_PROJ_BACKWARD: Replaced = {"hybridtron.mixers.mamba.sum_gradients": lambda x, tensor: x}
 GROUP_NORM: Replaced = {"hybridtron.mixers.mamba2.sum_shares": lambda x, tensor: x * tensor.size}
-GROUP_NORM_BACKWARD: Replaced = {"hybridtron.parallel.linear.sum_gradients": lambda x, tensor: x}  # stays on its rank
+GROUP_NORM_BACKWARD: Replaced = {"hybridtron.parallel.linear.sum_gradients": lambda x, tensor: x}  # not summed
 MISSING_REDUCTION: Replaced = {
     "hybridtron.parallel.linear.RowParallel.forward": lambda self, x: functional.linear(x, self.weight)
 }
@@ -179,7 +179,7 @@ MISSING_Z_LOSS = {"hybridtron.engine.schedule.linear_cross_entropy": _without_z_
 
 
 def _cut_otherwise(wrong: Callable[[Tensor, Parameter, Mesh], Tensor]) -> Replaced:
-    """Another way to cut, wherever weights are filled."""
+    """Replace the function that cuts full weights into shards, wherever weights are filled."""
     return {"hybridtron.model.init.cut": wrong, "hybridtron.engine.engine.cut": wrong}
 
 

@@ -1,8 +1,8 @@
-"""What the audit runs: layouts, small architectures, and their combinations; and any recipe made small.
+"""Cases of the audit: layouts, small architectures and their combinations, and any recipe shrunk to a small size.
 
-A case is a whole configuration and a number of data-parallel ranks. The table takes every architecture to every
-layout; the options that multiply with all else (tied embeddings, recomputation, few key/value heads, documents) go
-around, so that each layout and each architecture is combined with each of their values.
+A case is a full configuration and a number of data-parallel ranks. The table runs every architecture in every layout.
+Options that would multiply the table (tied embeddings, recomputation, few key/value heads, documents) rotate through it
+instead, so that each layout and each architecture is combined with each of their values.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ ADAPTED = {
     "adapters-dropout": replace(ADAPTERS, dropout=0.3),
     "adapters-dora": replace(ADAPTERS, dora=True),
 }
-"""Beside every projection of the architecture of this name; the projections themselves are frozen."""
+"""Adapters on every projection of the architecture with this name; the projections are frozen."""
 MULTIPLIED: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "falcon-h1": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},
 }
-"""Numbers by which parts of the architecture of this name are multiplied."""
-VOCABULARY = 96  # what many numbers of ranks can share
+"""Multipliers of the architecture with this name."""
+VOCABULARY = 96  # divisible by many numbers of ranks
 LR = 1e-2
 OPTIM = OptimConfig(eps=1e-3, clip=0.05, z_loss=1e-3)
-"""A coarse eps, as AdamW's first step is otherwise the sign of the gradient, which rounding may turn; clipping that
-cuts in; a z-loss."""
+"""A large eps, because AdamW's first step is otherwise the gradient's sign, which rounding may flip; clipping that
+takes effect; a z-loss."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis."""
+    """Number of ranks along each axis."""
 
     tensor: int = 1
     sequence: bool = False
@@ -60,7 +60,7 @@ class Layout:
     data: int = 1
 
     def on(self, parallel: ParallelConfig) -> ParallelConfig:
-        """The other settings of `parallel`, in this layout."""
+        """Return `parallel` with this layout and its other settings unchanged."""
         return replace(
             parallel,
             tensor=self.tensor,
@@ -114,15 +114,15 @@ ARCHITECTURES = {
     "granite": "S-g-G",
     "falcon-h1": "kvjGvWjpk",
 }
-"""An odd number of layers each, so that no number of stages divides them.
+"""Patterns with an odd number of layers, so that no number of stages divides them.
 
-Options go around from row to row, and bugs are tried where the ones that show them are: another row comes last.
+Options rotate from row to row, and planted bugs rely on the options of their row: append new rows at the end.
 """
 BLOCKS = {
     "s": {"kind": "shared_attention", "heads": 4, "hidden": 48, "rank": 3, "adapt_attention": True},
     "t": {"kind": "shared_span", "heads": 4, "hidden": 48, "rank": 3, "chunk": [4, 8], "block": 2, "blocks": 2},
 }
-"""Of one set of weights for all places."""
+"""Letters whose sub-layers share one set of weights."""
 PARALLEL = {
     "k": {
         **{"kind": "mamba2", "state": 4, "head_dim": 4, "norm": False, "output_multiplier": 0.5},
@@ -131,12 +131,12 @@ PARALLEL = {
     "j": {"kind": "swiglu", "hidden": 48, "gate_multiplier": 0.75, "output_multiplier": 1.5},
     "p": {"kind": "swiglu", "hidden": 48, "beside": True},
 }
-"""Multiplied parts of Falcon-H1, and an MLP beside another; attention beside a mixer is "v"."""
+"""Multiplied parts of Falcon-H1, and an MLP as a parallel branch; attention as a parallel branch is "v"."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: a small configuration, and how many ranks share its data."""
+    """One comparison: a small configuration, and the number of data-parallel ranks."""
 
     name: str
     layout: str
@@ -148,7 +148,7 @@ class Case:
         return self.config.parallel.model_ranks * self.data
 
     def options(self) -> str:
-        """The options that go around, for the table."""
+        """Return the case's rotating options as text for the table."""
         model, parallel = self.config.model, self.config.parallel
         letters = set(model.pattern)
         attention = [o for letter, o in model.layers.items() if o["kind"] == "attention" and letter in letters]
@@ -162,7 +162,7 @@ class Case:
 
 
 def table() -> Iterator[Case]:
-    """Every architecture in every layout."""
+    """Yield every architecture in every layout that it supports."""
     for row, (name, pattern) in enumerate(ARCHITECTURES.items()):
         for column, (layout, ranks) in enumerate(LAYOUTS.items()):
             if not shares_out(pattern, ranks):
@@ -194,7 +194,7 @@ MLPS: dict[str, dict[str, Any]] = {
 
 
 def shares_out(pattern: str, ranks: Layout) -> bool:
-    """Whether all mixers can be cut so."""
+    """Return True if all mixers can be cut in this layout."""
     arch = architecture(small_model(pattern, False, {}))
     if ranks.context > 1 and not all(spec.shares_rows for spec in arch.specs):
         return False
@@ -204,10 +204,10 @@ def shares_out(pattern: str, ranks: Layout) -> bool:
 
 
 def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
-    """One of the table's models, with these options of its attention."""
+    """Build one of the table's models with these attention options."""
     attention = {"kind": "attention", "heads": 4, **heads}
     mamba2 = {"kind": "mamba2", "state": 4, "head_dim": 4}
-    # a query at nearly right angles to its keys reads next to nothing, which the norm would enlarge with its rounding
+    # A query nearly orthogonal to its keys reads almost nothing, and the norm would enlarge that with its rounding.
     linear = {"norm_eps": 0.01}
     layers = {
         "M": {"kind": "mamba", "state": 4},
@@ -243,7 +243,7 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
 
 
 def small(model: ModelConfig, parallel: ParallelConfig, documents: Documents, data: int) -> Config:
-    """A step over a few micro-batches of short rows, at least two for each data-parallel rank."""
+    """Build a step of a few micro-batches with short rows, at least two per data-parallel rank."""
     per_rank = math.ceil(max(2, 4 // data) / parallel.pipeline) * parallel.pipeline
     return Config(
         model=model,
@@ -269,17 +269,19 @@ SHRUNK: dict[str, dict[str, int]] = {
     "swiglu": {"hidden": VOCABULARY},
     "squared_relu": {"hidden": VOCABULARY},
 }
-"""Sizes that cost time and change no way through the code, by kind; where a recipe sets one it gets this."""
+"""Smaller values, by kind, for options that cost time but change no code path; used where a recipe sets the option."""
 
 
 def shrunk(config: Config, data: int) -> Config:
-    """A recipe made small: pattern, heads, options, tying and layout stay; widths, states, windows and text shrink."""
+    """Return a recipe with small widths, states, windows and text; pattern, heads, options, tying and layout are
+    kept.
+    """
     letters: dict[str, dict[str, Any]] = {}
     for letter, options in config.model.layers.items():
         smaller = SHRUNK.get(options["kind"], {})
         letters[letter] = {k: smaller.get(k, v) if v is not None else None for k, v in options.items()}
     heads = [options["heads"] for options in letters.values() if "heads" in options]
-    # four channels a head at least: an even number for rotary positions, and a whole one of three quarters of them
+    # at least four channels per head: an even number for rotary positions, and an integer one with expand_k=0.75
     width = 4 * math.lcm(1, *heads)
     model = replace(config.model, width=width * math.ceil(32 / width), vocab_size=VOCABULARY, layers=letters)
     return small(model, config.parallel, resolve(config)[0].documents, data)

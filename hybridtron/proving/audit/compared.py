@@ -1,9 +1,9 @@
-"""Differences of the audit's two sides: the allowed ones and the actual ones.
+"""Differences between the audit's two sides: the allowed and the actual ones.
 
-Both sides round differently, since sums over ranks have another order. The effect depends on the model: a query that is
-nearly orthogonal to the only key it sees makes a head's output nearly 0, and the norm after it enlarges the output's
-rounding by as much. So in fp32, where a difference is larger than allowed, the serial step is repeated from weights
-that are moved by about their last bit. A number that moves by this may differ by a multiple of its move.
+The two sides round differently, because sums over ranks have another order. The effect depends on the model: a query
+that is nearly orthogonal to the only key it sees makes a head's output nearly 0, and the norm after it enlarges the
+output's rounding by as much. So in fp32, if a difference exceeds the limit, the serial step is repeated from weights
+that are moved by about their last bit. A number that changes by this may differ by a multiple of its change.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hybridtron.parallel.cut import Mesh, cut
 
 @dataclass(frozen=True)
 class AuditPrecision:
-    """A type to compute in, with what fits it: an optimizer, a start, and how far a tensor may be off.
+    """A compute type with its settings: optimizer, start, and limits of the difference.
 
-    The limit of |difference| is `relative` times the tensor's norm plus `absolute` times the largest norm of its kind,
-    and `rounding` times what becomes of the tensor where the starting weights are moved by about their last bit.
+    The limit of |difference| is `relative` times the tensor's norm, plus `absolute` times the largest norm of its kind,
+    plus `rounding` times the tensor's change when the starting weights are moved by about their last bit.
     """
 
     name: str
@@ -42,16 +42,16 @@ PRECISIONS = (
     AuditPrecision("fp32", torch.float32, True, False, True, 1e-5, 1e-7, 2.0),
 )
 MOVES = 3
-"""Times that weights are moved; the largest change counts, as one may cancel where a single number decides."""
+"""How often weights are moved; the largest change counts, because a single one may cancel by chance."""
 
 
 NORM_RELATIVE = 1e-6
-"""The allowed difference of the gradient norm: megatron-core adds it up in fp32 whatever the gradients are."""
+"""Allowed difference of the gradient norm: megatron-core sums it in fp32 for gradients of any type."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step in numbers. The weights are those after it, on one rank its shares of them."""
+    """Results of one training step. The weights are those after it; on a rank, its shards."""
 
     loss: float
     grad_norm: float
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The difference of a number or tensor from the serial one, relative to its norm and as a multiple of the limit."""
+    """Difference between a number or tensor and the serial one, relative to its norm and as a multiple of the limit."""
 
     what: str
     relative: float
@@ -72,7 +72,7 @@ class Disagreement:
 
     @property
     def passes(self) -> bool:
-        return self.of_limit <= 1.0  # not so for nan
+        return self.of_limit <= 1.0  # False for nan
 
     @property
     def is_tensor(self) -> bool:
@@ -82,7 +82,7 @@ class Disagreement:
 def differences(
     truth: Step, ranks: list[Step], config: Config, precision: AuditPrecision, moved: Sequence[Step] = ()
 ) -> Iterator[Disagreement]:
-    """Losses and whole gradients as the first rank has them, and the weights of every rank.
+    """Yield the differences of losses and full gradients on the first rank, and of the weights on every rank.
 
     `moved` are serial steps from weights moved by their last bit.
     """

@@ -1,4 +1,4 @@
-"""Bugs of rows that are shared out over ranks, to try the audit with."""
+"""Planted bugs of context parallelism, for testing the audit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHARES_IN_OTHER_ORDER: Replaced = {f"{CONTEXT}._exchanged": lambda x, share, hop
 
 
 def _with(name: str, change: Callable[[RowShare], Tensor]) -> Replaced:
-    """Shares of which something else is known."""
+    """Replace one field of every rank's `RowShare`, which describes its sequence shard."""
 
     def share_of(batch: Batch, context: ContextGroup) -> Batch:
         found = own_share(batch, context)
@@ -48,7 +48,7 @@ BORDER_INSIDE = _with("unbroken_B", lambda share: torch.ones_like(share.unbroken
 
 
 def _labels_of_share(batch: Batch, context: ContextGroup) -> Batch:
-    """The last label is taken from the share itself, as from a row of its own."""
+    """Take the last label from the sequence shard itself, as if it were a full row."""
     found = own_share(batch, context)
     last_B1 = found.tokens_BL[:, -1:]
     return replace(found, labels_BL=torch.cat((found.labels_BL[:, :-1], last_B1), 1))

@@ -1,9 +1,10 @@
-"""The audit's two sides.
+"""The audit's two sides: a serial step, and the same step in a layout.
 
-Serial is a plain loop: the model as one module of plain matrix products, autograd, torch's AdamW. Nothing of the
-engine, of megatron-core or of a process group is in it. Parallel is what trains: `Engine` on every process.
+The serial side is a plain loop: the model as one module of plain matrix products, autograd, and torch's AdamW. It uses
+nothing of the engine, of megatron-core or of process groups. The parallel side is the code that trains: `Engine` on
+every process.
 
-Both start from the same whole weights: in fp32 as `model/init.py` makes them, in float64 with noise on top, since a
+Both start from the same full weights: in fp32 as `model/init.py` makes them, in float64 with noise added, because a
 wrong order of equal values (norms, D, the rows of A_log) would never show.
 """
 
@@ -37,10 +38,10 @@ from hybridtron.proving.steps import plain_adamw
 
 
 class Audit:
-    """Compares; what is serial is run once for all layouts that it is compared with.
+    """Compares layouts with a serial step, which runs once for all layouts of a model.
 
-    With `by_one_rank` the truth is the engine's on one process: on a GPU the same kernels then stand on both sides, and
-    what differs is what ranks exchange.
+    With `by_one_rank` the reference is the engine on one process instead. On a GPU both sides then run the same
+    kernels, so that the differences come from communication.
     """
 
     def __init__(self, pool: Pool, timeout_s: float = 300.0, by_one_rank: bool = False) -> None:
@@ -49,7 +50,9 @@ class Audit:
         self.moved: dict[str, list[Step]] = {}
 
     def compare(self, case: Case, precision: AuditPrecision, bug: str | None = None) -> list[Disagreement]:
-        """Every difference between the two sides, the worst first. Raises WorkerError where the parallel one fails."""
+        """Return every difference between the two sides, the largest first. Raises WorkerError if the parallel side
+        fails.
+        """
         config = as_computed(case.config, precision)
         arguments = (config, precision, bug)
         ranks = self.pool.run(parallel_step, case.world_size, *arguments, timeout_s=self.timeout_s)
@@ -57,7 +60,7 @@ class Audit:
         if key not in self.truths:
             self.truths[key] = self._truth(config, precision)
         compared = list(differences(self.truths[key], ranks, config, precision))
-        if precision.rounding and not all(d.passes for d in compared):  # what rounding does is asked only then
+        if precision.rounding and not all(d.passes for d in compared):  # measure the effect of rounding only then
             if key not in self.moved:
                 self.moved[key] = [self._truth(config, precision, move) for move in range(1, MOVES + 1)]
             compared = list(differences(self.truths[key], ranks, config, precision, self.moved[key]))
@@ -71,8 +74,8 @@ class Audit:
 
 
 def as_computed(config: Config, precision: AuditPrecision) -> Config:
-    """The configuration with the optimizer that the precision needs."""
-    # what can't be overlapped without the distributed optimizer is left open
+    """Return the configuration with the optimizer that the precision needs."""
+    # overlap_param_gather depends on the distributed optimizer: leave it to the default
     parallel = replace(
         config.parallel, distributed_optimizer=precision.distributed_optimizer, overlap_param_gather=None
     )
@@ -81,14 +84,14 @@ def as_computed(config: Config, precision: AuditPrecision) -> Config:
 
 
 def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: str | None, move: int = 0) -> Step:
-    """The step on one process of the layout, as the trainer takes it."""
+    """Run the step on one process of the layout, as the trainer does."""
     with default_dtype(precision.dtype), injected(bug), seat.groups(config.parallel) as groups:
         start = partial(starting_weight, config, precision, move) if precision.noisy_start or move else None
         engine = Engine(config, groups, start, precision.dtype)
         batches = micro_batches(config)
         own = len(batches) // groups.data_size
         batches = batches[groups.data_rank * own : (groups.data_rank + 1) * own]
-        if engine.config.parallel.overlap_grad_reduce:  # which Megatron begins with at the second step
+        if engine.config.parallel.overlap_grad_reduce:  # Megatron overlaps only from the second step on
             engine.forward_backward(batches)
             engine.optimizer.zero_grad()
         found = engine.forward_backward(batches)
@@ -103,14 +106,16 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
 
 
 def rate_of(config: Config) -> float:
-    """The peak of the first phase."""
+    """Return the first phase's peak learning rate."""
     rate = config.phases[0].lr
     assert rate is not None
     return rate
 
 
 def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Step:
-    """The step by plain torch, from weights that are moved where `move` is not 0: each move differs."""
+    """Run the step in plain torch, from slightly moved weights if `move` is not 0; each value moves them
+    differently.
+    """
     optim, batches = config.optim, micro_batches(config)
     with default_dtype(precision.dtype):
         model = LanguageModel(config.model).cast(precision.dtype)
@@ -134,9 +139,9 @@ def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Ste
 
 
 def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tuple[float, int, dict[str, float]]:
-    """The mean cross entropy, the number of tokens and the means of auxiliary losses by name.
+    """Run all batches forward and backward, accumulating gradients of sums over tokens.
 
-    Gradients of all sums over tokens are added to the weights'.
+    Return the mean cross entropy, the number of tokens, and the means of auxiliary losses by name.
     """
     total, tokens = 0.0, 0
     sums: dict[str, float] = {}
@@ -152,9 +157,9 @@ def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tu
 
 
 def starting_weight(config: Config, precision: AuditPrecision, move: int, name: str) -> Tensor:
-    """A whole weight as it is initialised, with noise on top where the precision asks for it, in torch's default type.
+    """Return a full weight as initialised, in torch's default type, with noise added if the precision asks for it.
 
-    Each value is moved by about its last bit where `move` is not 0.
+    If `move` is not 0, each value is moved by about its last bit.
     """
     parameter, seed = parameter_table(config.model)[name], config.run.seed
     weight = starting_value(parameter.init, parameter.shape, seed, name)
@@ -167,7 +172,10 @@ def starting_weight(config: Config, precision: AuditPrecision, move: int, name: 
 
 
 def micro_batches(config: Config) -> list[Batch]:
-    """The step's data on all ranks: documents with borders, masks of unequal density, one row that is all masked."""
+    """Return the step's micro-batches for all ranks.
+
+    They have document boundaries, masks of different density, and one row that is masked entirely.
+    """
     phase, generator = config.phases[0], torch.Generator().manual_seed(config.run.seed)
     count, rows, length = phase.global_batch // phase.micro_batch, phase.micro_batch, phase.seq_len
     batches = []
@@ -180,7 +188,9 @@ def micro_batches(config: Config) -> list[Batch]:
         seq = SeqInfo.stream(rows, length)
         if resolve(config)[0].documents is Documents.isolate:
             documents = starts.cumsum(1) - starts[:, :1].long()
-            first = (documents[:, None, :] < documents[:, :, None]).sum(-1)  # where a token's document begins
+            first = (documents[:, None, :] < documents[:, :, None]).sum(
+                -1
+            )  # position at which a token's document begins
             seq = SeqInfo(seq.positions_BL - first, documents.int())
         batches.append(Batch(tokens[:, :-1], tokens[:, 1:], mask, seq))
     return batches
@@ -188,7 +198,9 @@ def micro_batches(config: Config) -> list[Batch]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make a type torch's default: core divides gradients by the number of tokens in it."""
+    """Set torch's default type while the block runs, because megatron-core divides gradients by the token count in
+    it.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

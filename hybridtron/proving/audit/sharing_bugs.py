@@ -1,4 +1,4 @@
-"""Bugs of weights that places share, and of the embedding that goes from stage to stage, to try the audit with."""
+"""Planted bugs of shared weights and the embedding that stages pass along, for testing the audit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SHARED_GRADIENT: Replaced = {
 }
 _forward = LanguageModel.forward
 Received = tuple[Tensor, Tensor]
-"""The stream and the embedding, as they come from the stage before."""
+"""Stream and embedding, as received from the previous stage."""
 
 
 def taken_as(changed: Callable[[Tensor, Tensor], Received]) -> Replaced:
-    """What a stage makes of what it has received."""
+    """Change the stream and the embedding that a stage receives."""
 
     def forward(
         model: LanguageModel,

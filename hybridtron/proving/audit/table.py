@@ -1,4 +1,4 @@
-"""The audit's cases by what the command line asks for, their comparison, and the table that is printed of it."""
+"""Selects the audit's cases from the command line, compares them, and prints the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONSOLE = Console(width=None if sys.stdout.isatty() else 160)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare what is asked for and print it. Returns the exit code."""
+    """Run the audit for these arguments. Returns the exit code."""
     if arguments.list:
         print_list()
         return 0
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
-    """What the command line asks for. Raises ConfigError where a name is unknown or a layout does not fit."""
+    """Return the selected cases. Raises ConfigError if a name is unknown or a layout does not fit."""
     bug, layouts = arguments.fake_bug, arguments.layouts
     if bug is not None:
         _known("--fake-bug", [bug], list(BUGS))
@@ -62,7 +62,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 
 
 def _require_no_settings(arguments: argparse.Namespace) -> None:
-    """ConfigError where a layout is set beside architectures of the table, which are audited in its own layouts."""
+    """Raise ConfigError if settings are given together with `--cases`, which has its own layouts."""
     settings = [*arguments.settings, *([f"--data {arguments.data}"] if arguments.data > 1 else [])]
     if settings:
         layouts = f"`--cases {arguments.cases} --layouts NAME` with {', '.join(LAYOUTS)}"
@@ -73,7 +73,9 @@ def _require_no_settings(arguments: argparse.Namespace) -> None:
 
 
 def on_gpus(cases: Sequence[Case], gpus: int) -> Iterator[Case]:
-    """The cases that this number of GPUs has room for. Raises ConfigError where there is none."""
+    """Yield the cases that fit on this number of GPUs, and print the others. Raises ConfigError for fewer than two
+    GPUs.
+    """
     if gpus < 2:
         raise ConfigError([Problem("--gpus", f"needs at least two GPUs, and {gpus} can be used here: leave it out")])
     for case in cases:
@@ -84,7 +86,7 @@ def on_gpus(cases: Sequence[Case], gpus: int) -> Iterator[Case]:
 
 
 def fitting(config: Config, layout: str, data: int) -> Case:
-    """The recipe, made small, in its layout. Raises ConfigError where that does not fit, in full size or small."""
+    """Return the shrunk recipe in its layout. Raises ConfigError if the layout does not fit, in full size or shrunk."""
     small = shrunk(config, data)
     case = Case(config.run.name, layout, small, data)
     require(config, case.world_size)
@@ -93,7 +95,7 @@ def fitting(config: Config, layout: str, data: int) -> Case:
 
 
 def in_layouts(config: Config, layouts: Sequence[str], skip: bool) -> Iterator[Case]:
-    """The recipe, made small, in some of the table's layouts; `skip` leaves out those that do not fit it."""
+    """Yield the shrunk recipe in the named layouts; with `skip` print layouts that do not fit instead of raising."""
     for name in layouts:
         layout = LAYOUTS[name]
         try:
@@ -117,7 +119,7 @@ def _described(parallel: ParallelConfig, data: int) -> str:
 
 
 def audit(comparison: Audit, cases: Sequence[Case], bug: str | None, precisions: Sequence[AuditPrecision]) -> bool:
-    """Run all cases in these precisions, print a row for each and whatever differs; whether all agree."""
+    """Compare all cases in these precisions, print a row for each and all differences. Return True if all agree."""
     rows = Table(
         "model", "layout", "options", "type", "compared", "tensors within", "worst", "off by", "of limit", box=None
     )
@@ -136,7 +138,7 @@ def audit(comparison: Audit, cases: Sequence[Case], bug: str | None, precisions:
 
 
 def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str | None, rows: Table) -> list[str]:
-    """Add one row; returns what differs, in words."""
+    """Compare one case, add its row, and return descriptions of its differences."""
     described = (case.name, case.layout, case.options(), precision.name)
     where = f"{case.name} {case.layout} {precision.name}"
     try:
@@ -155,7 +157,7 @@ def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str |
 
 
 def print_list() -> None:
-    """The names that the options take."""
+    """Print the names that the options accept."""
     layouts = Table("layout", "ranks", box=None, title="--layouts", title_justify="left")
     for name, layout in LAYOUTS.items():
         layouts.add_row(name, str(layout.tensor * layout.pipeline * layout.data))

@@ -1,6 +1,6 @@
-"""What happens to a run under chaos: signals to its processes, damage to its checkpoints, a disk that is full.
+"""Faults that are injected into a run: signals to its processes, damaged checkpoint files, a full disk.
 
-A kind of fault returns what it hit, or None where there is nothing to hit just now.
+Each kind returns a description of its target, or None if it is not possible at the moment.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from pathlib import Path
 
 from hybridtron.proving.chaos.run import ProcessStart, Run
 
-DISK_MIB = 32  # of the small file system that can be filled
+DISK_MIB = 32  # size of the file system that can be filled
 
 
 class Disk:
-    """A small file system in memory in the place of a run's checkpoints, which can be filled; where that is allowed."""
+    """A small in-memory file system, mounted at a run's checkpoints folder, that can be filled up.
+
+    Mounting may be forbidden; then `why_not` has the reason and the checkpoints stay on the ordinary disk.
+    """
 
     def __init__(self, run: Run) -> None:
         self.at, self.ballast = run.checkpoints, run.checkpoints / ".ballast"
@@ -38,7 +41,7 @@ class Disk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What was written stays behind, on the disk."""
+        """Unmount, keeping the checkpoints on the ordinary disk."""
         if self.why_not is not None:
             return
         self.free()
@@ -49,7 +52,7 @@ class Disk:
         copied.rename(self.at)
 
     def fill(self) -> None:
-        """To the last byte."""
+        """Fill the file system to the last byte."""
         with self.ballast.open("wb", buffering=0) as file:
             for size in (2**20, 2**12, 1):
                 try:
@@ -65,7 +68,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Scene:
-    """Where faults happen, and by which chance."""
+    """Context of a fault: the running processes, the disk, and a random generator."""
 
     started: ProcessStart
     disk: Disk
@@ -90,7 +93,7 @@ def signal_a_worker(scene: Scene, number: signal.Signals) -> str | None:
 def damage(scene: Scene, how: Callable[[bytearray, random.Random], bytearray | None]) -> str | None:
     """Kill the run, and damage a file of its checkpoints.
 
-    One that is sound is left alone, and that of the last step, since a run that has finished is not read again.
+    The only valid checkpoint is spared, and so is that of the last step, because a finished run is not read again.
     """
     run, draw = scene.started.run, scene.draw
     if not list(run.checkpoints.glob("step-*")):
@@ -115,7 +118,7 @@ def damage(scene: Scene, how: Callable[[bytearray, random.Random], bytearray | N
 
 
 def is_sound(folder: Path) -> bool:
-    """Whether every byte of a checkpoint is as it was written."""
+    """Return True if every byte of a checkpoint is as it was written."""
     from hybridtron.checkpoint.checkpoint import Checkpoint
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
 
@@ -160,11 +163,12 @@ KINDS: dict[str, Callable[[Scene], str | None]] = {
 
 
 def strike(scene: Scene, left: list[str]) -> tuple[str, str] | None:
-    """Do the first kind that is left and possible; its kind, and what was hit.
+    """Inject the first possible kind of fault in `left`; return its kind and target, or None if no kind is possible.
 
-    All kinds are left, in random order, when none of those before is: so each comes before any comes again.
+    When `left` is empty, it is refilled with all kinds in random order, so that each kind comes once before any
+    repeats.
     """
-    for _ in range(2):  # where nothing that is left is possible, all begin again
+    for _ in range(2):  # if none of the remaining kinds is possible, start over with all
         left[:] = left or scene.draw.sample(list(KINDS), len(KINDS))
         for kind in left:
             hit = KINDS[kind](scene)

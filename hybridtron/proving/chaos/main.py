@@ -1,20 +1,20 @@
-"""A run under random faults ends with the very parameters of one to which nothing happens: try it on your machine.
+"""Checks that a run under random faults ends with exactly the parameters of an undisturbed run, on your machine.
 
     hybridtron chaos                                    in a checkout also: make chaos
     hybridtron chaos --layout tp2 --seed 7 --steps 400
 
-Trains a tiny model on two processes that read by worker processes and save every few steps: once undisturbed, and once
-while ranks and workers are killed and stopped, the run is signalled to stop, files of its checkpoints are
-flipped, cut short and deleted, and its disk is full. Each time it has ended it is started again, as a cluster would
-requeue it. A third time its torchrun is killed and started again at once, and last it is started twice at a time. In
-the end weights, optimizer, carried states and the losses of all steps must be equal, bit for bit, and
-no fault may have held the run for longer than twice run.timeout.
+It trains a tiny model on two processes, which read through data workers and save every few steps: once undisturbed, and
+once under faults. Ranks and workers are killed and stopped, the run is signalled to stop, checkpoint files get flipped
+bits, are truncated and deleted, and the disk fills up. Each time the run ends it is started again, as a cluster would
+requeue it. A third run has its torchrun killed and restarted at once, and in the end is started twice at the same time.
+Finally weights, optimizer, carried states and the losses of all steps must be equal bit for bit, and no fault may have
+stalled the run for longer than twice run.timeout.
 
-Faults come after a random number of steps, every kind once before any comes again. A full disk needs the right to
-mount: root has it, and so has anybody where the kernel lets users have their own mounts; elsewhere it is left out,
-which the report says. Only this program and its runs see the mount, so that nothing is left behind.
+Faults come after a random number of steps, every kind once before any repeats. A full disk needs the right to mount:
+root has it, and so does every user where the kernel allows user namespaces with mounts. Elsewhere this fault is left
+out, and the report says so. Only this program and its runs see the mount, so that none is left behind.
 
-Exit codes: 0 all the same, 1 not, 2 a wrong argument.
+Exit codes: 0 all equal, 1 not equal, 2 a wrong argument.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from hybridtron.proving.chaos.ordeal import HEADER, Injected, Ordeal, OrdealFail
 from hybridtron.proving.chaos.run import LAYOUTS, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
 from hybridtron.shipped import PACKAGE
 
-APART = "HYBRIDTRON_CHAOS_APART"  # set where mounts are this program's own
-SAME = ("step", "tokens", "loss", "grad_norm", "validation")  # of a line of metrics: what training gives again
+APART = "HYBRIDTRON_CHAOS_APART"  # set inside the program's own mount namespace
+SAME = ("step", "tokens", "loss", "grad_norm", "validation")  # reproducible fields of a metrics line
 
 
 def unequal(clean: Run, chaos: Run) -> list[str]:
-    """What is not the same at the end of both runs: losses, and everything that a checkpoint holds."""
+    """List the differences between both finished runs: losses, and all contents of the final checkpoint."""
     from hybridtron.checkpoint import folder as folders
     from hybridtron.checkpoint.checkpoint import Checkpoint
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
@@ -70,7 +70,7 @@ def unequal(clean: Run, chaos: Run) -> list[str]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; wrong values end the process with exit code 2."""
+    """Parse the command line; wrong values end the process with exit code 2."""
     parser = argparse.ArgumentParser(
         prog="hybridtron chaos", description="A run under random faults ends as one without."
     )
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]:
-    """The faults of the disturbed run, and what is not the same in its end, or that of one started again and again."""
+    """Train all three runs, and return the record of faults and all differences from the undisturbed run."""
     runs = []
     for name in ("peace", "chaos", "starts"):
         runs.append(Run(home / name, arguments_of(home / "data", chosen.steps, chosen.layout), chosen.steps))
@@ -134,7 +134,7 @@ def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]
 
 
 def report(chosen: argparse.Namespace, faults: list[Injected], summary: list[str]) -> None:
-    """Print all faults and what came of them, and write the page where it is wanted."""
+    """Print all faults with their outcome, and write the page if one is asked for."""
     from hybridtron.proving.measuring import BenchReport, publish
 
     options = f"--layout {chosen.layout} --steps {chosen.steps} --mean {chosen.mean:g} --seed {chosen.seed}"
@@ -145,7 +145,7 @@ def report(chosen: argparse.Namespace, faults: list[Injected], summary: list[str
 
 
 def apart(arguments: list[str]) -> None:
-    """Start again where mounts are this program's own and end with it, if the system lets us."""
+    """Restart this program in its own mount namespace, if the system allows one."""
     ways = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
     for way in ways if APART not in os.environ and shutil.which("unshare") else ():
         if subprocess.run([*way, "true"], capture_output=True, check=False).returncode == 0:
@@ -155,12 +155,12 @@ def apart(arguments: list[str]) -> None:
 
 
 def stopped(number: int, _: object) -> NoReturn:
-    """A signal, or Ctrl-C, ends the program in order: no process and no mount stays behind."""
+    """Exit on a signal, so that processes and mounts are cleaned up."""
     raise SystemExit(128 + number)
 
 
 def program(arguments: list[str]) -> int:
-    """`main` in a mount namespace of its own, ended cleanly by signals."""
+    """Run `main` in its own mount namespace, with clean exits on signals."""
     warnings.simplefilter("ignore")
     if not {"-h", "--help"} & set(arguments):
         apart(arguments)

@@ -1,4 +1,4 @@
-"""A run under faults: restarted each time it has ended, until it has finished, with a record of every fault."""
+"""Runs training under faults: restarts it each time it ends, until it has finished, and records every fault."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.progress import Progress, TaskID
 from hybridtron.proving.chaos.faults import FULL_DISK, Disk, Scene, strike
 from hybridtron.proving.chaos.run import PROCESSES, SAVE_EVERY, START_S, TIMEOUT_S, TOGETHER_S, ProcessStart, Run
 
-LOOK_S = 0.02  # between looks at the run
-MOST_WORDS = 150  # letters of a reason; run/outcome.json and rank-N.log have all of it
+LOOK_S = 0.02  # polling interval
+MOST_WORDS = 150  # characters shown of a reason; run/outcome.json and rank-N.log have all of it
 HEADER = ("after step", "fault", "what was hit", "how the run ended", "after", "resumed from")
 
 
 class OrdealFailed(Exception):
-    """A run did what it must not do; the message says what."""
+    """Raised when a run stalls, ends without a fault, or needs too many starts."""
 
 
 @dataclass
 class Injected:
-    """One fault, and what came of it."""
+    """One injected fault and its outcome."""
 
     step: int
     kind: str
@@ -41,14 +41,19 @@ class Injected:
 
 
 class Ordeal:
-    """Starts a run until it has finished, while faults come every `mean` steps or so; none where that is infinite."""
+    """Starts a run until it has finished, and injects a fault every `mean` steps on average; none if `mean` is
+    infinite.
+    """
 
     def __init__(self, run: Run, mean: float, draw: random.Random, disk: Disk) -> None:
         self.run, self.mean, self.draw, self.disk = run, mean, draw, disk
         self.kinds_left, self.faults = list[str](), list[Injected]()
-        self.done = self.starts = 0  # steps done, also those that were lost
+        self.done = self.starts = 0  # steps done, including lost ones
         self.due = self._next(0)
-        self.full_until, self.unwritten = float("inf"), 0  # steps done, and the saves that had failed before
+        self.full_until, self.unwritten = (
+            float("inf"),
+            0,
+        )  # step count at which the disk is freed; saves that failed before it filled
 
     def _next(self, now: int) -> float:
         return now + self.mean * self.draw.expovariate(1.0)
@@ -72,7 +77,10 @@ class Ordeal:
                 return
 
     def _watch(self, started: ProcessStart, progress: Progress, bar: TaskID) -> None:
-        """Until all processes have ended, or one has failed and the others had time to."""
+        """Inject due faults until all processes have ended, or one has failed and the others had time to end.
+
+        Raises OrdealFailed if the run makes no progress.
+        """
         seen, moved, failed = 0, time.monotonic(), None
         while len(codes := started.codes) < PROCESSES:
             now, new = time.monotonic(), len(started.new_lines())
@@ -93,13 +101,13 @@ class Ordeal:
             time.sleep(LOOK_S)
 
     def _strike(self, started: ProcessStart, done: int) -> None:
-        """Inject the fault that is due after this number of steps, if one is."""
+        """Inject a fault if one is due after this number of steps."""
         if done >= self.full_until:
             self._free()
         pending = self.faults and not self.faults[-1].ended and self.faults[-1].kind != FULL_DISK
         if done < self.due or pending:
             return
-        time.sleep(self.draw.random() * 5 * LOOK_S)  # anywhere in a step
+        time.sleep(self.draw.random() * 5 * LOOK_S)  # a random moment within a step
         step, at = len(self.run.lines()), time.monotonic()
         struck = strike(Scene(started, self.disk, self.draw), self.kinds_left)
         self.due = self._next(done)
@@ -120,7 +128,7 @@ class Ordeal:
         return (self.run.home / "rank-0.log").read_text().count("CHECKPOINT NOT WRITTEN")
 
     def _conclude(self, started: ProcessStart, codes: list[int], struck: int) -> None:
-        """Record how a start ended, and where it had resumed. Raises OrdealFailed where it ended by itself."""
+        """Record how a start ended and where it had resumed. Raises OrdealFailed if it ended without a fault."""
         new = started.new_lines()
         self.done += len(new)
         if new:
@@ -138,7 +146,7 @@ class Ordeal:
 
 
 def described(run: Run) -> str:
-    """How a start ended, by its outcome.json; a run that was killed outright has none."""
+    """Describe how a start ended, from its outcome.json; a run that was killed outright has none."""
     outcome = run.outcome()
     match outcome.get("outcome"):
         case "preempted":

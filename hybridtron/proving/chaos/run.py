@@ -1,7 +1,7 @@
-"""A training run as a cluster sees it: its processes, started again and again until it has finished.
+"""A training run as a cluster sees it: processes that are started again and again until training has finished.
 
-What is trained is a Samba of some ten thousand weights that carries its states, on text made up here, so that a step
-takes a fraction of a second; everything else is as in a real run.
+The model is a Samba of about ten thousand weights that carries its states, and the text is synthetic, so that a step
+takes a fraction of a second. Everything else is as in a real run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from hybridtron.shipped import PACKAGE
 from hybridtron.train.records import read_record
 
-TRAIN = ("-P", "-m", "hybridtron", "train")  # this package, whatever lies in the present folder
+TRAIN = ("-P", "-m", "hybridtron", "train")  # -P: ignore modules in the current folder
 PROC = Path("/proc")
 LAYOUTS = {"dp2": (), "tp2": ("parallel.tensor=2",), "pp2": ("parallel.pipeline=2",)}
 PROCESSES = 2
@@ -28,13 +28,13 @@ VOCAB = 64
 SEQ_LEN, ROWS = 32, 8
 SAVE_EVERY = 7  # steps
 TIMEOUT_S = 20.0  # run.timeout; a first step starts worker processes, which takes seconds
-TOGETHER_S = 5.0  # what the other processes get to end, when one has failed
-START_S = 180.0  # what a run may take to its first step
+TOGETHER_S = 5.0  # time for the other processes to end after one has failed
+START_S = 180.0  # time limit up to the first step
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, in a folder of its own: it stands in home/run, so that two runs can have the very same settings."""
+    """A run in its own folder. It trains in home/run, so that two runs can have exactly the same settings."""
 
     home: Path
     arguments: tuple[str, ...]
@@ -49,14 +49,14 @@ class Run:
         return self.folder / "checkpoints"
 
     def lines(self) -> list[str]:
-        """The whole lines of its metrics."""
+        """Return the complete lines of the run's metrics."""
         path = self.folder / "metrics.jsonl"
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
     def start(
         self, log: str, command: Sequence[str], variables: Mapping[str, object], own_group: bool
     ) -> subprocess.Popen[bytes]:
-        """A process that trains it; in a group of processes of its own it can be ended with all its workers."""
+        """Start a process that trains the run; with `own_group` it can be killed together with all its workers."""
         shared = {"OMP_NUM_THREADS": 1, "PYTHONPATH": PACKAGE.parent, "CUDA_VISIBLE_DEVICES": "", **variables}
         environment = os.environ | {name: str(value) for name, value in shared.items()}
         words = [sys.executable, *command, *self.arguments]
@@ -66,12 +66,12 @@ class Run:
             )
 
     def outcome(self) -> dict[str, Any]:
-        """What it says of its end; nothing where it could not speak."""
+        """Return the run's outcome.json, or {} if it was killed."""
         return read_record(self.folder / "outcome.json")
 
 
 def arguments_of(data: Path, steps: int, layout: str) -> tuple[str, ...]:
-    """The settings of the run."""
+    """Return the run's settings as key=value arguments."""
     return (
         "recipe=laptop", "run.dir=run", f"run.timeout={TIMEOUT_S:g}", "run.eval_every=1000000",
         "run.eval_tokens=512", "run.eval_lengths=[1]", "run.sample_tokens=0", *LAYOUTS[layout],
@@ -85,7 +85,7 @@ def arguments_of(data: Path, steps: int, layout: str) -> tuple[str, ...]:
 
 
 def write_data(path: Path) -> None:
-    """Prepared tokens: documents that count up in strides, with a token in eight at random."""
+    """Write prepared tokens: documents that count up in strides, with one token in eight at random."""
     import numpy as np
     from tokenizers import Tokenizer, models
 
@@ -104,14 +104,14 @@ def write_data(path: Path) -> None:
 
 
 class ProcessStart:
-    """The processes of one start, with the variables that torchrun sets."""
+    """Processes of one start, with the environment that torchrun would set."""
 
     def __init__(self, run: Run) -> None:
-        from hybridtron.parallel.rendezvous import Rendezvous  # imports torch, which --help does without
+        from hybridtron.parallel.rendezvous import Rendezvous  # imports torch, which --help does not need
 
         self.run, self.began = run, time.monotonic()
         self.before = run.lines()
-        self.rendezvous = Rendezvous()  # for as long as its ranks
+        self.rendezvous = Rendezvous()  # must live as long as its ranks
         shared = {"WORLD_SIZE": PROCESSES, **self.rendezvous.variables}
         own = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(PROCESSES)]
         self.ranks = [
@@ -120,21 +120,21 @@ class ProcessStart:
 
     @property
     def codes(self) -> list[int]:
-        """The exit codes of those that have ended."""
+        """Exit codes of the processes that have ended."""
         return [code for rank in self.ranks if (code := rank.poll()) is not None]
 
     def new_lines(self) -> list[str]:
-        """The metrics of the steps that were done since this start."""
+        """Return the metrics lines of the steps done since this start."""
         now = self.run.lines()
         kept = next((n for n, (a, b) in enumerate(zip(self.before, now, strict=False)) if a != b), None)
         return now[min(len(self.before), len(now)) if kept is None else kept :]
 
     def workers(self) -> list[int]:
-        """The worker processes of the ranks' loaders: children of the server that each rank forks them from."""
+        """Return the process ids of the ranks' data workers, which are children of each rank's fork server."""
         return [worker for rank in self.ranks for server in children(rank.pid) for worker in children(server)]
 
     def kill(self) -> None:
-        """End everything, whatever state it is in."""
+        """Kill all processes of the start, in any state."""
         for rank in self.ranks:
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ class ProcessStart:
 
 
 def children(process: int) -> Sequence[int]:
-    """The processes that a process has started; none where the system does not say."""
+    """Return a process's children; an empty list if the system does not report them."""
     with suppress(OSError):
         return [int(child) for child in (PROC / f"{process}/task/{process}/children").read_text().split()]
     return []

@@ -1,23 +1,23 @@
-"""Make a folder that a GPU machine without a network needs for `make gpu-measure`'s parts.
+"""Make a folder with which a GPU machine without a network can run `make gpu-measure`'s parts.
 
     python -m hybridtron.proving.gpu.carry .carry --python .venv312/bin/python
     python -m hybridtron.proving.gpu.carry .carry --python .venv312/bin/python --extra wheels/of/mamba-ssm
 
-There, in a copy of this checkout with the folder in it: `bash .carry/measure.sh RESULTS --minutes 4.5`.
+On that machine, in a copy of this checkout with the folder in it: `bash .carry/measure.sh RESULTS --minutes 4.5`.
 
-    wheels/         what is not on such a machine: pure Python, or built for its Python by their makers; of --extra all
+    wheels/         packages that the machine lacks: pure Python, or built for its Python by their makers, or of --extra
     triton/         Triton's cache with the kernels that the parts launch, compiled for sm_90
-    modelled.json   a rehearsal's times, which rows have beside them
+    modelled.json   times of a rehearsal, which results show next to the measured ones
     measure.sh      installs the wheels into a folder of its own and runs the queue
-    carried.json    what the machine must have for all that to fit
+    carried.json    versions that the machine must have
 
-The interpreter must be of the machine's Python version (--python-version) and have torch, what training needs, and the
-machine's Triton (--triton), since compiled kernels are found by Triton's and ptxas's own bytes; which torch it has
-does not matter. `make setup PYTHON=python3.12 VENV=.venv312` and `pip install triton==3.6.0` make one. The part
-`machine` says whether they were found to be the same. --extra is for wheels with compiled code, as mamba-ssm or
-causal-conv1d.
+The interpreter must have the machine's Python version (--python-version), torch, the packages that training needs, and
+the machine's Triton (--triton), because Triton finds compiled kernels by its own bytes and those of ptxas. Its version
+of torch does not matter. `make setup PYTHON=python3.12 VENV=.venv312` and `pip install triton==3.6.0` make such an
+interpreter. The part `machine` reports whether they are the same. --extra is for wheels with compiled code, such as
+mamba-ssm or causal-conv1d.
 
-Exit codes: 0 made, 1 larger than --limit-mib or something could not be made, 2 wrong arguments.
+Exit codes: 0 made, 1 larger than --limit-mib or a step failed, 2 wrong arguments.
 """
 
 import argparse
@@ -43,7 +43,7 @@ DISTRIBUTIONS = (
     "psutil",
     "einops",
 )
-SOURCE_ALONE = ("antlr4-python3-runtime==4.9.3",)  # which omegaconf needs and nobody has built
+SOURCE_ALONE = ("antlr4-python3-runtime==4.9.3",)  # a requirement of omegaconf that has no wheel
 MODULES = ("megatron.core", "hydra", "omegaconf", "xxhash", "einops", "rich", "fla")
 MIB = 2**20
 SCRIPT = """#!/bin/bash
@@ -61,7 +61,7 @@ exec python3 -m hybridtron.proving.gpu.measure --output "$results" --modelled {f
 
 @dataclass(frozen=True)
 class Carried:
-    """The command line's options: a folder to make, and the machine that it is for."""
+    """Options of the command line: the folder to make, and the machine that it is for."""
 
     folder: Path
     python: Path
@@ -75,7 +75,7 @@ class Carried:
 
 
 def parse(arguments: list[str] | None = None) -> Carried:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", type=Path, required=True, help="the interpreter that compiles the kernels")
@@ -111,12 +111,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def wanted_of(asked: Carried) -> dict[str, str]:
-    """Name the versions that a machine must have to find compiled kernels."""
+    """Return the versions that a machine must have to find compiled kernels."""
     return {"python": asked.python_version, "triton": asked.triton}
 
 
 def interpreter(python: Path) -> dict[str, str]:
-    """Versions of the interpreter that compiles: of Python, torch and Triton."""
+    """Return the versions of Python, torch, Triton and megatron-core in the interpreter that compiles."""
     asks = (
         "import json, sys; from importlib.metadata import version\n"
         "versions = {name: version(name) for name in ('torch', 'triton', 'megatron-core')}\n"
@@ -126,7 +126,7 @@ def interpreter(python: Path) -> dict[str, str]:
 
 
 def wheels(asked: Carried) -> None:
-    """Download what pip has for the machine's Python, build what is pure source, and copy the given ones."""
+    """Download wheels for the machine's Python, build those that exist only as source, and copy those of --extra."""
     folder = asked.folder / "wheels"
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(asked.python), "-m", "pip"]
@@ -141,7 +141,7 @@ def wheels(asked: Carried) -> None:
 
 
 def kernels(asked: Carried) -> None:
-    """Rehearse the queue's parts, which compiles their kernels into the folder's cache; machine code alone is kept."""
+    """Rehearse the queue's parts, which compiles their kernels into the folder's cache; only machine code is kept."""
     cache = asked.folder / "triton"
     shutil.rmtree(cache, ignore_errors=True)
     folders = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache.resolve()), "TRITON_STORE_BINARY_ONLY": "1"}
@@ -154,7 +154,7 @@ def kernels(asked: Carried) -> None:
 
 
 def imported(asked: Carried) -> None:
-    """Install the wheels as the machine will, and import them."""
+    """Check that the wheels can be installed as on the machine, and imported."""
     site = asked.folder / "tried"
     shutil.rmtree(site, ignore_errors=True)
     target = ["--no-index", "--no-deps", "--no-compile", "--target", str(site)]
@@ -166,7 +166,7 @@ def imported(asked: Carried) -> None:
 
 
 def sized(asked: Carried) -> int:
-    """Print what the parts of the folder take. Returns the exit code: 1 where that is more than may travel."""
+    """Print the sizes of the folder's files. Returns the exit code: 1 if the total exceeds the limit."""
     sizes = {path.name: size_of(path) / MIB for path in sorted(asked.folder.iterdir())}
     for name, size in sizes.items():
         print(f"{size:8.2f} MiB  {name}")
@@ -187,7 +187,7 @@ def size_of(path: Path) -> int:
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """Run a program and return its output. Where it fails, print its message and exit with code 1."""
+    """Run a program and return its output. If it fails, print its message and exit with code 1."""
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         print(

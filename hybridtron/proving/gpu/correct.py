@@ -1,6 +1,6 @@
-"""Every op and mixer on the device, compared with its reference on the CPU in fp32: outputs, states, all gradients.
+"""Compares every op and mixer on the device with its fp32 reference on the CPU: outputs, states and all gradients.
 
-The calls of the ops are those that the mixers and the loss make: they are noted while these run on the CPU.
+The calls of the ops are those that the mixers and the loss make: they are recorded while these run on the CPU.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 FURTHER_OFF = {("kda heads=2", torch.bfloat16): 0.1}
-"""Where more is allowed: of two numbers, A_log's, each gradient is a sum over all tokens (0.084 on an H200)."""
+"""Larger tolerances: A_log has two entries here, and each gradient is a sum over all tokens (0.084 on an H200)."""
 ROWS, VOCAB, NOISE = 2, 1000, Normal(0.02)
 
 
 def correctness(report: BenchReport) -> None:
-    """A line for every op and mixer, the worst of all its calls."""
+    """Report a line for every op and mixer, with the largest error of all its calls."""
     sizes, length = (ModelSizes(64, 4), 128) if report.quick else (ModelSizes(256, 4), 512)
     worst: dict[str, dict[torch.dtype, float]] = {}
     for what, dtype, error in _all(sizes, length, side_by_side=not report.quick):
@@ -93,11 +93,14 @@ def correctness(report: BenchReport) -> None:
 
 
 Found = tuple[str, torch.dtype, float]
-"""How far outputs or gradients are from their references at most, as a share of the reference's norm."""
+"""Name, type, and the largest difference of outputs or gradients, relative to the reference's norm."""
 
 
 def _all(sizes: ModelSizes, length: int, side_by_side: bool) -> Iterator[Found]:
-    """A process for each kind of mixer, if side by side: one alone compiles kernels for minutes."""
+    """Yield the results of all parts, with one process per kind of mixer if `side_by_side`.
+
+    One process alone would compile kernels for minutes.
+    """
     assert set(OPTIONS) == set(SPECS), "a new mixer stands in OPTIONS too"
     parts = {kind: partial(_of_mixers, kind, sizes, length) for kind in OPTIONS}
     parts["the rest"] = partial(_of_the_rest, sizes, length)
@@ -111,7 +114,7 @@ def _all(sizes: ModelSizes, length: int, side_by_side: bool) -> Iterator[Found]:
 
 
 def _survived(name: str, part: Callable[[], list[Found]]) -> list[Found]:
-    """Of a part that fails an infinite error: the others are still worth knowing."""
+    """Run a part; if it fails, return an infinite error, so that the other parts are still reported."""
     torch.set_num_threads(1)
     try:
         return part()
@@ -121,7 +124,7 @@ def _survived(name: str, part: Callable[[], list[Found]]) -> list[Found]:
 
 
 def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
-    """All options of a kind of mixer, and the ops that they call."""
+    """Return the errors of one mixer kind with all its options, and those of its ops."""
     device, found = compute_device(), list[Found]()
     for dtype in TOLERANCES:
         calls: list[Call] = []
@@ -134,7 +137,7 @@ def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
 
 
 def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
-    """Adapters, and the ops that no mixer calls."""
+    """Return the errors of adapters, and those of ops without a mixer."""
     device, found = compute_device(), list[Found]()
     for dtype in TOLERANCES:
         for what, options in ADAPTERS.items():
@@ -151,7 +154,7 @@ def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
             weight_VD = weight_VD / sizes.width**0.5
             linear_cross_entropy(LinearCrossEntropyInputs(x_TD, weight_VD, labels_T, mask_T, 1e-4))
             y_BLHP, z_BLHP = torch.randn(2, ROWS, length, 4, sizes.width // 4, dtype=dtype).requires_grad_()
-            squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))  # of a norm over ranks
+            squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))  # as in a norm over ranks
             gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, torch.rsqrt(squares_BLH + 1), weight_D.unflatten(0, (4, -1))))
             numbers = token_numbers(5, torch.arange(length).expand(ROWS, -1), 0).T, channel_numbers(5, 3, sizes.width)
             dropout(DropoutInputs(x_LBD, *numbers, 0.3))
@@ -165,7 +168,10 @@ Call = tuple[Op, Any]
 
 
 def _by_content(budget: Budget, sizes: ModelSizes, length: int, dtype: torch.dtype) -> SparseInputs:
-    """Keys that are chosen by bins and scores, given here: a mixer's own would differ with the rounding of its type."""
+    """Return inputs whose keys are selected by given bins and scores.
+
+    A mixer's own bins and scores would differ with the rounding of its type.
+    """
     q, k, v = (torch.randn(ROWS, length, n, dtype=dtype).requires_grad_() for n in (16, 16, sizes.width))
     documents = (torch.arange(length) >= length // 3).long().expand(ROWS, -1)
     places = torch.where(documents > 0, torch.arange(length) - length // 3, torch.arange(length))
@@ -179,20 +185,21 @@ def _of_calls(calls: list[Call], dtype: torch.dtype, device: torch.device) -> li
 
 
 def noted(calls: list[Call]) -> AbstractContextManager[None]:
-    """The calls of ops inside the block are recorded, with their inputs."""
+    """Record the calls of ops inside the block, with copies of their inputs."""
     return observed(lambda op, inputs: calls.append((op, tree_map_only(Tensor, _copied, inputs))))
 
 
 def mixer_error(
     spec: MixerSpec, sizes: ModelSizes, length: int, dtype: torch.dtype, device: torch.device, calls: list[Call]
 ) -> float:
-    """A mixer in a type on a device against the same weights and input, as rounded to it, in fp32 on the CPU.
+    """Return the largest relative error of a mixer on a device, compared with fp32 on the CPU from the same rounded
+    inputs.
 
-    Its first row holds two documents.
+    The first row holds two documents. The mixer's op calls, in this type, are appended to `calls`.
 
-    Into `calls` go those of its ops, as this type makes them. Gradients are those of outputs beside a document's first.
-    Such a token reads itself alone: with q . k near 0 there is next to nothing for a norm to make as large as all else,
-    and the smaller that is, the larger is its gradient. One was 30 times the others'.
+    Gradients are those of outputs after a document's first token. The first token reads only itself: if q . k is near
+    0, the norm enlarges an output near 0 to the size of all others, and the smaller it is, the larger is its gradient.
+    One was 30 times the others'.
     """
     border = length - length // 3
     documents_BL = torch.stack([(torch.arange(length) >= border).int(), torch.zeros(length, dtype=torch.int32)])
@@ -209,7 +216,7 @@ def mixer_error(
             y_LBD, state, _ = mixer(x_LBD, None, seq.map(lambda tensor: tensor.to(device)))
         weights = [x_LBD, *mixer.parameters()]
         later_LBD = y_LBD * (positions_BL.T.unsqueeze(2) > 0).to(device)
-        # some weights of sparse attention learn by an auxiliary loss alone
+        # some weights of sparse attention get gradients only from an auxiliary loss
         gradients = torch.autograd.grad(_some_sum([later_LBD]), weights, allow_unused=True, materialize_grads=True)
         return [y_LBD, *state.values(), *gradients]
 
@@ -219,7 +226,9 @@ def mixer_error(
 
 
 def _adapter_error(options: dict[str, Any], width: int, length: int, dtype: torch.dtype, device: torch.device) -> float:
-    """As `mixer_error`, of a projection with two parts, and an adapter of one of them."""
+    """Return the largest relative error of an adapter on one of a projection's two parts, compared as in
+    `mixer_error`.
+    """
     parts = [AdaptedPart("k", width, True), AdaptedPart("v", width // 2, False)]
     seq = replace(SeqInfo.stream(ROWS, length), key=7)
 
@@ -238,7 +247,7 @@ def _adapter_error(options: dict[str, Any], width: int, length: int, dtype: torc
 
 
 def filled_mixer(spec: MixerSpec, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> Mixer:
-    """A mixer with the weights that training would start from, but for zeros, which would hide what they multiply."""
+    """Build a mixer with initial weights; zeros are replaced by noise, because they would hide their factors."""
     mixer, table = build_mixer(spec, sizes, SINGLE_RANK), spec.parameters(sizes)
     for name, weight in mixer.named_parameters():
         start = starting_value(table[name].init, tuple(weight.shape), 1, name)
@@ -251,7 +260,7 @@ def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
     def result(function: Callable[..., Any], prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
         own = tree_map_only(Tensor, lambda x: prepared(x).detach().clone().requires_grad_(x.requires_grad), inputs)
         outputs = [tensor for tensor in _tensors(function(own)) if tensor.is_floating_point()]
-        if op.name == "angles":  # which are the same a full turn apart
+        if op.name == "angles":  # equal up to full rotations
             outputs = [part for angle in outputs for part in (angle.cos(), angle.sin())]
         wanted = [tensor for tensor in _tensors(own) if tensor.requires_grad]
         made = [tensor for tensor in outputs if tensor.requires_grad]
@@ -266,7 +275,7 @@ def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
 
 
 def _some_sum(tensors: list[Tensor]) -> Tensor:
-    """A random linear function of tensors, the same on every device."""
+    """Return a random linear function of tensors, the same on every device."""
     random = torch.Generator().manual_seed(1)
     weights = [torch.randn(tensor.shape, generator=random).to(tensor.device) for tensor in tensors]
     return torch.stack([(t.float() * w).sum() for t, w in zip(tensors, weights, strict=True)]).sum()
@@ -283,7 +292,7 @@ def _apart(ours: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """With its wish for a gradient: angles of RoPE have none."""
+    """Return a detached copy that requires a gradient if the tensor does; RoPE's angles do not."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

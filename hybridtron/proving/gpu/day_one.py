@@ -1,13 +1,13 @@
-"""The first twenty minutes on a GPU: `make gpu-day-one`. Every step is a command of its own, with a limit of its time.
+"""Acceptance check of a GPU in twenty minutes: `make gpu-day-one`. Every step is a command with its own time limit.
 
     python -m hybridtron.proving.gpu.day_one build/gpu_day_one
 
-Correctness of every form first, then the tests that need a GPU, a run that learns and one that resumes, a step of every
-recipe that fits, speed of kernels, FP8; where there are several GPUs, up to half an hour more for layouts over NCCL.
-What a step prints is in the folder, and so is a table of what became of each; lines of the verification cards are
-written beside the cards. A step that fails does not stop the others.
+First comes the correctness of every implementation, then the tests that need a GPU, a run that learns and one that
+resumes, a step of every recipe that fits, the speed of kernels, and FP8. With several GPUs the layouts over NCCL need
+another half hour at most. The folder gets the output of each step and a table of results; lines of the verification
+cards are written next to the cards. A step that fails does not stop the others.
 
-Exit codes: 0 all well, 1 a step failed or took too long, 2 no folder is named.
+Exit codes: 0 all well, 1 a step failed or took too long, 2 no folder is given.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hybridtron.shipped import pages
 LEARNS = ("recipe=laptop", "precision=bf16", "run.deterministic=true", "run.sample_tokens=0")
 TESTS = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "8")
 HYBRIDTRON = (sys.executable, "-m", "hybridtron")
-NO_PROGRAM = 127  # of a command that can't be started
+NO_PROGRAM = 127  # exit code for a command that can't be started
 Launch = Callable[[Sequence[str], Path, float], int]
 
 
 @dataclass(frozen=True)
 class DayOneStep:
-    """A command and how long it may take."""
+    """A command and its time limit."""
 
     name: str
     command: tuple[str, ...]
@@ -41,7 +41,7 @@ class DayOneStep:
 
 
 def steps(folder: Path, gpus: int = 1) -> list[DayOneStep]:
-    """In order of how much depends on them; with several GPUs, layouts over NCCL at last."""
+    """Return the steps, the most important first; with several GPUs, layouts over NCCL come last."""
 
     def check(part: str, limit_s: float) -> DayOneStep:
         output = str(folder / f"{part}.md")
@@ -67,7 +67,9 @@ def steps(folder: Path, gpus: int = 1) -> list[DayOneStep]:
 
 
 def launched(command: Sequence[str], log: Path, limit_s: float) -> int:
-    """Run a command, with what it prints in a file. Returns its exit code; that of `timeout` where it took too long."""
+    """Run a command with its output in a file. Returns its exit code, or that of `timeout` (124) if it took too
+    long.
+    """
     with log.open("w") as file:
         try:
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=limit_s, check=False)
@@ -79,7 +81,7 @@ def launched(command: Sequence[str], log: Path, limit_s: float) -> int:
 
 
 def day_one(folder: Path, cards: Path | None, launch: Launch = launched) -> int:
-    """Take all steps and write the table. Returns the exit code."""
+    """Run all steps and write the table. Returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     cells, codes = [], dict[str, int]()
     for step in steps(folder, len(visible_gpus())):
@@ -98,7 +100,7 @@ def day_one(folder: Path, cards: Path | None, launch: Launch = launched) -> int:
 
 
 def interrupted(whole: Path, resumed: Path) -> None:
-    """A copy of a run as if it had ended before its last checkpoint."""
+    """Copy a run without its last checkpoint, as if it had been interrupted."""
     if resumed.exists():
         shutil.rmtree(resumed)
     if not whole.is_dir():
@@ -110,7 +112,7 @@ def interrupted(whole: Path, resumed: Path) -> None:
 
 
 def note_resumed(cards: Path, codes: dict[str, int]) -> None:
-    """In the card of the recipe: resumed and whole are the same, or how far they are apart is not known."""
+    """Record in the recipe's card that the resumed run equals the uninterrupted one, or None if a step failed."""
     path = cards / "measured" / "laptop.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     names = ("whole", "resumed", "the same weights")

@@ -1,15 +1,15 @@
-"""Does all of it run on this machine's GPU, is it right, and how fast is it: one command, one table.
+"""Checks this machine's GPU: does everything run, is it correct, and how fast is it. One command writes one table.
 
     hybridtron check gpu               writes benchmarks/gpu_check.md; `hybridtron gpu-check` is the same
     hybridtron check gpu --only correctness --only kernels
     hybridtron check gpu --only every_recipe --recipe samba_421m
-    hybridtron check gpu --rehearse    the same on any machine with tiny sizes; its numbers say nothing
+    hybridtron check gpu --rehearse    with tiny sizes on any machine; its numbers mean nothing
 
 Parts: correctness (every op and mixer against its reference on the CPU, fp32 and bf16), recipes (samba_421m and
 samba_1.3b for a few steps: tokens/s, TFLOP/s, MFU by our count, peak memory against the estimate), every_recipe (a step
 of each that fits, for its verification card), kernels (as `hybridtron bench kernels`: each alone, 2k to 64k tokens,
-beside other packages' and a rehearsal), fp8 (the same recipe in FP8 and in bf16, where Transformer Engine is there). A
-part that fails is reported and does not stop the others.
+compared with other packages' kernels and a rehearsal), fp8 (the same recipe in FP8 and in bf16, if Transformer Engine
+is installed). A part that fails is reported and does not stop the others.
 
 Exit codes: 0 all well, or no CUDA device to check; 1 a part failed or a result is off by too much; 2 wrong arguments.
 """
@@ -34,12 +34,12 @@ PARTS = {
     "kernels": f"{BENCHMARKS}.kernels",
     "fp8": f"{__package__}.speed",
 }
-"""By name: its module, whose function of that name fills the report."""
-ROUNDS = 7  # of every measurement
+"""Name -> module with a function of that name, which fills the report."""
+ROUNDS = 7  # repetitions of every measurement
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="hybridtron check gpu", description="Check this machine's GPU with all ops, mixers and recipes."
     )
@@ -53,7 +53,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Run the parts and write their table. Returns the exit code."""
     chosen = parse(arguments)
-    from hybridtron.device import compute_device  # imports torch, which --help does without
+    from hybridtron.device import compute_device  # imports torch, which --help does not need
     from hybridtron.ops.registry import choices
     from hybridtron.proving.measuring import BenchReport, publish
 
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 
 def ran(part: str, report: BenchReport, recipes: list[str]) -> bool:
-    """Fill the report with a part; whether it did not fail."""
+    """Run a part, which fills the report. Return False if it failed."""
     try:
         fill = getattr(importlib.import_module(PARTS[part]), part)
         fill(report, *([recipes] if part == "every_recipe" else []))

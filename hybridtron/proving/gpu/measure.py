@@ -1,18 +1,18 @@
-"""Spend some minutes of a GPU well: the next undone parts of a list, most valuable first. `make gpu-measure`.
+"""Measures the next undone parts of a list on this GPU, the most valuable first. `make gpu-measure`.
 
     python -m hybridtron.proving.gpu.measure --minutes 4.5
     python -m hybridtron.proving.gpu.measure --only norms --only "step gla_360m"
-    python -m hybridtron.proving.gpu.measure --list        parts, limits, and which are done for the code as it is
+    python -m hybridtron.proving.gpu.measure --list        parts, limits, and which are done for the current code
     python -m hybridtron.proving.gpu.measure --page        writes benchmarks/gpu_queue.md from benchmarks/results/gpu
     python -m hybridtron.proving.gpu.measure --rehearse    every line on any machine with tiny sizes
 
-Each part runs in a process of its own with a limit; one that hangs or crashes costs its own rows alone. Rows are JSON
-lines in one file of the output folder, on disk as soon as they are measured. Copied to benchmarks/results/gpu and
-committed, they mark their parts done for the card that gave them and for a digest of the code that they measure: an
-edit of docs, comments or other code leaves them done. What a machine without network needs is made by
-`python -m hybridtron.proving.gpu.carry`.
+Each part runs in its own process with a time limit; one that hangs or crashes loses only its own rows. Rows are JSON
+lines in one file of the output folder, on disk as soon as they are measured. When they are copied to
+benchmarks/results/gpu and committed, their parts count as done for the card that measured them and for a digest of the
+measured code. An edit of docs, comments or other code leaves them done. For a machine without a network, `python -m
+hybridtron.proving.gpu.carry` makes a folder with everything that it needs.
 
-Exit codes: 0 all that was taken is done, or no CUDA device; 1 a part failed; 2 wrong arguments.
+Exit codes: 0 all parts that ran are done, or no CUDA device; 1 a part failed; 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MINUTES = 4.5
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m hybridtron.proving.gpu.measure", description="Measure the next undone parts on this GPU."
     )
@@ -50,18 +50,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def results() -> Path | None:
-    """The folder of committed results; None where this is no checkout."""
+    """Return the folder of committed results, or None outside a checkout."""
     folder = pages()
     return folder and folder / "results" / "gpu"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what is asked. Returns the exit code."""
+    """List, measure or write the page, as the arguments say. Returns the exit code."""
     chosen = parse(arguments)
     committed = results()
     rows = [row for folder in (committed, chosen.output) if folder is not None for row in read(folder)]
     known = attempts(rows)
-    from hybridtron.proving.gpu.queue import page  # imports torch, which --help does without
+    from hybridtron.proving.gpu.queue import page  # imports torch, which --help does not need
     from hybridtron.proving.gpu.queue.card import card_here
 
     if chosen.page:
@@ -86,7 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def about(card: str, carried: str | None, rehearsed: bool) -> Row:
-    """The card, commit and versions of this run's numbers; a copy without git has the commit that was carried along."""
+    """Return the card, commit and versions of this run's numbers.
+
+    A copy without git uses `carried`, the commit that was carried along.
+    """
     from hybridtron.device import describe_device
     from hybridtron.proving.gpu.recipes import commit, package_versions
 
@@ -96,7 +99,7 @@ def about(card: str, carried: str | None, rehearsed: bool) -> Row:
 
 
 def file_of(folder: Path, card: str) -> Path:
-    """A file of this run's own, named by time and card."""
+    """Return a new file for this run's rows, named by time and card."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{card.replace(' ', '_')}.jsonl"
 

@@ -1,4 +1,4 @@
-"""A step of every recipe that fits on this device: losses, speed and memory, as lines of its verification card."""
+"""Runs a step of every recipe that fits on this device: losses, speed and memory, for its verification card."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from hybridtron.proving.steps import Steps, checked, one_process, random_batches
 from hybridtron.requirements import installed
 from hybridtron.shipped import pages
 
-STEPS = 3  # of which the fastest counts
+STEPS = 3  # the fastest counts
 LINES_WRITTEN = ("command", "commit", "versions", "gpu", "losses", "peak_gb", "waits", "tokens_per_second", "mfu")
-SYNCHRONIZES = "synchronizing CUDA operation"  # of torch's warning
+SYNCHRONIZES = "synchronizing CUDA operation"  # part of torch's warning
 QUICK = ("laptop", "mamba2_laptop")
 SHORT = ("phases.0.seq_len=128", "phases.0.global_batch=2", "phases.0.micro_batch=1")
 BESIDE = ("mamba-ssm", "causal-conv1d", "flash-attn", "transformer-engine", "fla-core")
@@ -38,7 +38,7 @@ PACKAGES = ("torch", TRITON, "megatron-core", *BESIDE)
 
 
 def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
-    """A line for each of these recipes, or of all, and a file beside the cards; why some can't run here is a note."""
+    """Report a line for each of these recipes, or all, and write a file next to the cards; failures become notes."""
     cells, checkout, failed = [], pages(), list[str]()
     for name in names or (QUICK if report.quick else choices_of("recipe")):
         try:
@@ -47,7 +47,7 @@ def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
         except (ConfigError, torch.OutOfMemoryError) as error:
             report.notes.append(f"{name} takes no step: {str(error).splitlines()[-1].strip()}")
             continue
-        except Exception:  # of one recipe: the others are still worth knowing
+        except Exception:  # a failed recipe must not stop the others
             traceback.print_exc()
             failed.append(name)
             continue
@@ -60,7 +60,7 @@ def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
 
 
 def fitting(name: str, quick: bool) -> list[str]:
-    """Settings with one micro-batch of as many of the recipe's rows as the device has memory for."""
+    """Return settings for one micro-batch with as many of the recipe's rows as fit into the device's memory."""
     settings = [f"recipe={name}", "precision=bf16", "cluster=h100"]
     if quick:
         return [*settings, *SHORT]
@@ -75,7 +75,7 @@ def fitting(name: str, quick: bool) -> list[str]:
 
 
 def taken(settings: list[str]) -> dict[str, Any]:
-    """Steps of one recipe; keys as the cards know them."""
+    """Run the steps of one recipe, and return the results with the cards' keys."""
     recipe, others = settings[0].removeprefix("recipe="), settings[1:]
     config = checked(settings)
     forget_peak_memory()
@@ -96,7 +96,7 @@ def taken(settings: list[str]) -> dict[str, Any]:
         "gpu": describe_device(),
         "losses": losses,
         "peak_gb": None if memory is None else memory * 2**30 / GB,
-        "waits": None if memory is None else len(waits),  # a CPU counts neither
+        "waits": None if memory is None else len(waits),  # neither exists on a CPU
         **_speeds(config, seconds),
     }
     assert tuple(found) == LINES_WRITTEN
@@ -105,7 +105,7 @@ def taken(settings: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Torch's warnings of what makes the host wait for the device inside, once the block has ended."""
+    """Yield a list that gets torch's warnings of host synchronizations inside the block, once it has ended."""
     found: list[str] = []
     on_cuda = compute_device().type == "cuda"
     with warnings.catch_warnings(record=True) as seen:
@@ -131,13 +131,13 @@ def package_versions() -> list[str]:
 
 
 def losses_of(found: dict[str, Any]) -> tuple[str, str]:
-    """The first and the last."""
+    """Return the first and the last loss as text."""
     values = list(found["losses"].values())
     return f"{values[0]:.4f}", f"{values[-1]:.4f}"
 
 
 def commit() -> str | None:
-    """Of the checkout; None where this is none."""
+    """Return the checkout's commit, or None outside a checkout."""
     asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=10)
@@ -147,7 +147,7 @@ def commit() -> str | None:
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
-    """What another step of the day has measured of the recipe stays."""
+    """Update the file with new results; other keys keep their values."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**before, **found}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Speed and memory on the device: recipes for a few steps, and FP8 beside bf16."""
+"""Measures speed and memory on the device: recipes for a few steps, and FP8 compared with bf16."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fp8(report: BenchReport) -> None:
 
 
 def measure(report: BenchReport, title: str, wanted: Sequence[tuple[str, int]], precisions: Sequence[str]) -> None:
-    """A line for each recipe and precision, and the reasons why some can't run here."""
+    """Report a line for each recipe and precision, and notes on those that can't run here."""
     cells = []
     for name, rows in wanted:
         for precision in precisions:
@@ -43,7 +43,9 @@ def measure(report: BenchReport, title: str, wanted: Sequence[tuple[str, int]], 
 
 
 def trained(report: BenchReport, name: str, rows: int, precision: str) -> tuple[str, ...]:
-    """Steps of two micro-batches of this number of rows: the fastest, and the loss of the last."""
+    """Run steps of two micro-batches with this number of rows; return the cells of the fastest step and the last
+    loss.
+    """
     settings = [f"recipe={name}", f"precision={precision}", f"phases.0.micro_batch={rows}", "cluster=h100"]
     settings.append(f"phases.0.global_batch={2 * rows}")
     if report.quick:

@@ -1,4 +1,4 @@
-"""Causal attention by each of torch's kernels, and windows as the recipes have them, through the op."""
+"""Times causal attention with each of torch's kernels, and windowed attention as in the recipes, through our op."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ WINDOW = 2048
 
 
 def attention(record: Recorder) -> None:
-    """Time both passes, and torch's kernels forward alone too, for which FlexAttention would compile another kernel."""
+    """Time both passes together, and for torch's kernels the forward pass alone too.
+
+    FlexAttention would compile another kernel for the forward pass alone.
+    """
     for recipe, shape in SHAPES.items():
         shape = (1, 64, 2, 32) if record.tiny else shape
         for name in BACKENDS:
@@ -34,7 +37,7 @@ def attention(record: Recorder) -> None:
 
 
 def full(backend: str, given: list[Tensor]) -> Row:
-    """Time causal attention by one of torch's kernels; a refusal of the inputs is an answer too."""
+    """Time causal attention with one of torch's kernels; if it refuses the inputs, return the reason."""
     try:
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return passes(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), given)
@@ -43,7 +46,7 @@ def full(backend: str, given: list[Tensor]) -> Row:
 
 
 def windowed(window: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The op over rows without documents."""
+    """Return a call of our op with a window, for rows without documents."""
 
     def call(q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor) -> Tensor:
         return attention_op(AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window=window))
@@ -52,20 +55,20 @@ def windowed(window: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def made(shape: tuple[int, int, int, int], heads_first: bool) -> list[Tensor]:
-    """q, k and v of random numbers."""
+    """Return random q, k and v."""
     rows, tokens, heads, channels = shape
     sizes = (rows, heads, tokens, channels) if heads_first else shape
     return [torch.randn(sizes, device=compute_device()).bfloat16().requires_grad_() for _ in range(3)]
 
 
 def passes(call: Callable[..., Tensor], given: list[Tensor]) -> dict[str, float]:
-    """Milliseconds forward, and of both passes."""
+    """Return the milliseconds of the forward pass, and of both passes."""
     with torch.no_grad():
         forward = fastest(lambda: call(*given))
     return {"forward_ms": 1e3 * forward, "both_ms": 1e3 * fastest(lambda: both(call, given))}
 
 
 def both(call: Callable[..., Tensor], given: list[Tensor]) -> object:
-    """Forward and backward; the gradients."""
+    """Run forward and backward, and return the gradients."""
     y = call(*given)
     return torch.autograd.grad(y, given, torch.ones_like(y))

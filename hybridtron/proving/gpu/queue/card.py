@@ -1,4 +1,4 @@
-"""Which kind of GPU this machine has, by the name that results and rehearsals have for it."""
+"""Name of this machine's kind of GPU, as results and rehearsals use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hybridtron.planning.rates import GPUS
 
 
 def card_here() -> str | None:
-    """`h100`, as `planning/rates` names it, or what the driver says of another kind; None without one."""
+    """Return the GPU's kind as `planning/rates` names it (`h100`), else the driver's name, or None without a GPU."""
     if compute_device().type == "cpu":
         return None
     name = describe_device().partition(",")[0]

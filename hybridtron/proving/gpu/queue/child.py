@@ -1,6 +1,6 @@
-"""One part in a process of its own: `python -m hybridtron.proving.gpu.queue.child PART FILE`, started by the queue.
+"""Runs one part in its own process: `python -m hybridtron.proving.gpu.queue.child PART FILE`, started by the queue.
 
-Rows go to the file as they are made. Exit code 1 where a case failed.
+Rows are written to the file as they are measured. The exit code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     model = modelled(chosen.modelled)
     if model.get("gpu") != card_here():
-        model = {"compiler": model.get("compiler")}  # another card's times are not to stand beside
+        model = {"compiler": model.get("compiler")}  # another card's times can't be compared
     recorder = Recorder(chosen.rows, chosen.part, chosen.tiny, model)
     named(chosen.part).function()(recorder)
     return 1 if recorder.failures else 0
 
 
 def modelled(file: Path | None) -> dict[str, Any]:
-    """Read what a rehearsal says of the parts; nothing without a file."""
+    """Read a rehearsal's results for the parts; {} without a file."""
     return {} if file is None else json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -1,6 +1,6 @@
-"""Our kernels of an op beside another package's, on the same tensors: forward, both passes, and how far outputs differ.
+"""Compares our kernels of an op with another package's, on the same tensors: forward, both passes, and the difference.
 
-The other package's kernels choose between two of their configurations, since trying all takes minutes; a time of theirs
+The other package's kernels autotune over two of their configurations only, because trying all takes minutes. Their time
 may therefore be above their best.
 """
 
@@ -36,7 +36,9 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Contest:
-    """Sizes by name, a tiny one for a CPU; what makes inputs of sizes; the op; and the other package's call."""
+    """One op to compare: sizes by name, a tiny size for a CPU, a function that makes inputs, our call and the
+    other's.
+    """
 
     sizes: Mapping[str, tuple[int, ...]]
     tiny: tuple[int, ...]
@@ -46,7 +48,7 @@ class Contest:
 
 
 def contest(record: Recorder, name: str) -> None:
-    """Two cases for each size, ours first: theirs may fail without it."""
+    """Measure two cases for each size, ours first, so that it is recorded even if the other package fails."""
     chosen = CONTESTS[name]
     sizes = {"tiny": chosen.tiny} if record.tiny else chosen.sizes
     for size, numbers in sizes.items():
@@ -64,33 +66,33 @@ def contest(record: Recorder, name: str) -> None:
 
 
 def passes(call: Callable[[Any], Any], given: Any) -> dict[str, float]:
-    """Milliseconds forward, and of both passes."""
+    """Return the milliseconds of the forward pass, and of both passes."""
     with torch.no_grad():
         forward = fastest(lambda: call(given))
     return {"forward_ms": 1e3 * forward, "both_ms": 1e3 * fastest(lambda: both(call, given))}
 
 
 def both(call: Callable[[Any], Any], given: Any) -> object:
-    """Forward and backward; the gradients."""
+    """Run forward and backward, and return the gradients."""
     wanted = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
     y = first(call(given))
     return torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Both passes of ours at every size by name, for a rehearsal."""
+    """Yield our calls of both passes at every size, by name, for a rehearsal."""
     for name, chosen in CONTESTS.items():
         for size, numbers in chosen.sizes.items():
             yield f"{name}, {size}", partial(both, chosen.ours, chosen.inputs(*numbers))
 
 
 def first(outputs: Any) -> Tensor:
-    """The output beside states."""
+    """Return the output without states."""
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def by(op: Op[Any, Any], name: str) -> Callable[[Any], Any]:
-    """An implementation of the op on a GPU; on a CPU, which has none of these, the op."""
+    """Return a call of this implementation on a GPU; on a CPU, which can't run it, of the op itself."""
     return lambda given: op(given) if compute_device().type == "cpu" else op.named(name).function(given)
 
 
@@ -99,12 +101,12 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def decay(*shape: int) -> Tensor:
-    """Log decays between -1 and 0."""
+    """Return random log decays between -1 and 0."""
     return (-torch.rand(shape, device=compute_device())).requires_grad_()
 
 
 def unit(*shape: int) -> Tensor:
-    """Keys of length 1, as the delta rule wants them."""
+    """Return random keys of length 1, as the delta rule needs them."""
     return normalize(torch.randn(shape, device=compute_device()), dim=-1).bfloat16().requires_grad_()
 
 
@@ -187,4 +189,4 @@ CONTESTS = {
         CONV_SIZES, (1, 32, 16), conv_inputs, by(causal_conv, TRITON), by(causal_conv, "causal-conv1d")
     ),
 }
-"""The contests by op and package."""
+"""Contests by op and package."""

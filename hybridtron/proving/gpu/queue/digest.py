@@ -1,8 +1,8 @@
-"""A digest of the code that a part measures: it changes when a measurement could, and with nothing else.
+"""Digest of the code that a part measures: it changes exactly when a measurement could change.
 
-A part names files of the package by patterns. Comments, docstrings and blank lines are left out, so that an edit of
-words keeps a result. Files of the CPU's forms are left out too. What is hashed is source text, not a syntax tree: a
-tree differs with Python's version, and results come from machines with another one.
+A part names files of the package by patterns. Comments, docstrings and blank lines are left out, so that edits of them
+keep a result valid. Files of CPU implementations are left out too. The digest covers source text instead of a syntax
+tree, because a tree differs between Python versions, and results come from machines with another version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASE = re.compile(r"^  - /recipe/(\S+)$", re.MULTILINE)
 
 
 def digest(patterns: Sequence[str], recipes: Sequence[str] = ()) -> str:
-    """Digest all files that match, and the text of these recipes."""
+    """Return the digest of all files that match, and of these recipes' text."""
     hashed = hashlib.sha256()
     for path in files(patterns):
         hashed.update(f"{path.relative_to(PACKAGE).as_posix()}\n{code(path.read_text(encoding='utf-8'))}\n".encode())
@@ -34,14 +34,14 @@ def digest(patterns: Sequence[str], recipes: Sequence[str] = ()) -> str:
 
 
 def files(patterns: Iterable[str]) -> list[Path]:
-    """Files of the package that match a pattern, in order, without the CPU's."""
+    """Return the package's files that match a pattern, in order, without CPU implementations."""
     left_out = {path for pattern in CPU_ALONE for path in PACKAGE.glob(pattern)}
     return sorted({path for pattern in patterns for path in PACKAGE.glob(pattern)} - left_out)
 
 
 @functools.cache
 def code(text: str) -> str:
-    """Python source without comments, docstrings and blank lines."""
+    """Return Python source without comments, docstrings and blank lines."""
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -55,7 +55,7 @@ def code(text: str) -> str:
 
 
 def recipe_lines(name: str) -> list[str]:
-    """A recipe's lines without comments, after those of the recipes that it builds on."""
+    """Return a recipe's lines without comments, after those of the recipes that it builds on."""
     text = (shipped("configs") / "recipe" / f"{name}.yaml").read_text(encoding="utf-8")
     below = [line for base in BASE.findall(text) for line in recipe_lines(base)]
     return below + [line.rstrip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]

@@ -1,8 +1,8 @@
-"""Calls of flash-linear-attention's kernels with our ops' inputs; the one file that names that package.
+"""Calls flash-linear-attention's kernels with our ops' inputs; the only file that names that package.
 
-It makes gates and norms of its own where it is asked to: here it gets what our ops get, and a scale of 1. Before Triton
-3.7.1 it refuses gradients of the gated delta rule on Hopper, since they are wrong there; their time is what is asked
-here, so the refusal is lifted and gradients are not compared.
+The package can compute gates and norms itself, but here it gets the same inputs as our ops, and a scale of 1. Before
+Triton 3.7.1 it refuses gradients of the gated delta rule on Hopper, because they are wrong there. Only their time is
+measured here, so the refusal is disabled and gradients are not compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridtron.ops.ssd import SSDInputs
 
 
 def module(name: str) -> Any:
-    """One of its modules. Raises RuntimeError with the reason where there is none."""
+    """Return one of the package's modules. Raises RuntimeError with the reason if it is missing."""
     package = optional_package(f"fla.{name}")
     if package.module is None:
         raise RuntimeError(f"fla.{name} is {package.reason}: pip install --no-deps fla-core einops")
@@ -36,14 +36,14 @@ def gla(inputs: GLAInputs) -> Tensor:
 
 
 def rwkv6(inputs: GLAInputs, bonus_HN: Tensor) -> Tensor:
-    """The token's own pair is read with a bonus."""
+    """Compute gla_scan with RWKV-6's bonus for the token's own key and value."""
     r, k, v, w = inputs[:4]
     y_BLHP, _ = module("ops.rwkv6").chunk_rwkv6(r, k, v, w, bonus_HN.to(r.dtype), scale=1.0)
     return y_BLHP
 
 
 def delta(inputs: DeltaInputs) -> Tensor:
-    """Gated DeltaNet's kernels for decays by head, KDA's for decays by key channel."""
+    """Compute delta_scan with Gated DeltaNet's kernels for decays per head, or KDA's for decays per key channel."""
     q, k, v, beta_BLH, g_BLHG = inputs[:5]
     beta_BLH = beta_BLH.to(v.dtype)
     if g_BLHG.shape[-1] > 1:
@@ -54,7 +54,7 @@ def delta(inputs: DeltaInputs) -> Tensor:
 
 
 def ssd(inputs: SSDInputs) -> Tensor:
-    """Compute ssd_scan as gated linear attention with one decay a head, whose heads do not share B and C."""
+    """Compute ssd_scan as gated linear attention with one decay per head; B and C are repeated for every head."""
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, _, _ = inputs
     delta_BLH = step_sizes(dt_BLH, dt_bias_H)
     heads = x_BLHP.shape[2] // B_BLGN.shape[2]
@@ -72,6 +72,6 @@ def conv(inputs: ConvInputs) -> Tensor:
 
 
 def gated_rms_norm(inputs: RMSNormInputs, gate: Tensor) -> Tensor:
-    """Norm and gate in one kernel each way."""
+    """Compute norm and gate, in one kernel for each pass."""
     norm = module("modules.norm.fused_norm_gate")
     return norm.rms_norm_gated(inputs.x, gate, inputs.weight.to(torch.float32), None, eps=inputs.eps)

@@ -1,4 +1,4 @@
-"""Steps in bf16 and in every precision of FP8, by Transformer Engine; a rehearsal emulates them."""
+"""Times steps in bf16 and in every FP8 recipe, by Transformer Engine; a rehearsal emulates FP8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PRECISIONS = ("bf16", "fp8_delayed", "fp8_current", "fp8_block")
 
 
 def fp8(record: Recorder, recipe: str) -> None:
-    """One micro-batch of the same rows in each; the loss shows that they learn alike."""
+    """Time one micro-batch with the same rows in each precision; the losses show that all learn alike."""
     for precision in PRECISIONS:
         with record.case(precision) as row:
             forget_peak_memory()

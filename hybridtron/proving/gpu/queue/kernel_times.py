@@ -1,8 +1,8 @@
-"""A profiled step as a table by kernel, and the share of it in which the device does nothing.
+"""Profiles a step: a table of times by kernel, and the fraction of time in which the device is idle.
 
 Triton names a kernel by its function alone, and several ops have a `_backward`. Launches of one stream run in the order
-in which they are made; so the n-th event of a name belongs to the n-th launch of a function of that name, which is
-noted with its op.
+in which they are made, so the n-th event of a name belongs to the n-th launch of a function with that name, and each
+launch is recorded with its op.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class DeviceSpan(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """One launch of a kernel of ours: its function's name, and the name with its op."""
+    """One launch of our kernels: the function's name, and the name with its op."""
 
     function: str
     name: str
 
 
 def profiled(step: Any) -> tuple[list[DeviceSpan], list[Launched]]:
-    """One call of a step that has run before: what the device did, and our launches in order."""
+    """Profile one call of a step that has run before; return the device's spans, and our launches in order."""
     kind = DeviceType.CUDA if compute_device().type == "cuda" else DeviceType.CPU
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == DeviceType.CUDA else [])]
     launches: list[Launched] = []
@@ -53,7 +53,7 @@ def profiled(step: Any) -> tuple[list[DeviceSpan], list[Launched]]:
 
 
 def labelled(spans: Sequence[DeviceSpan], launches: Sequence[Launched]) -> list[DeviceSpan]:
-    """Spans in order of time; those of our kernels have the op's name, where as many ran as were launched."""
+    """Return spans sorted by time, with op names for our kernels if as many ran as were launched."""
     ordered = sorted(spans, key=lambda span: span.start)
     waiting: dict[str, list[str]] = defaultdict(list)
     for launch in launches:
@@ -67,7 +67,7 @@ def labelled(spans: Sequence[DeviceSpan], launches: Sequence[Launched]) -> list[
 
 
 def by_kernel(spans: Sequence[DeviceSpan], modelled: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Calls and milliseconds by name, the longest first, beside the model's milliseconds of a step."""
+    """Return calls and milliseconds by kernel, the longest first, with the model's milliseconds per step."""
     calls: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
     for span in spans:
@@ -81,7 +81,7 @@ def by_kernel(spans: Sequence[DeviceSpan], modelled: Mapping[str, float]) -> lis
 
 
 def model_ms(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds of a step by kernel, of a rehearsal's list of different launches."""
+    """Return a step's milliseconds by kernel, from a rehearsal's list of different launches."""
     found: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         found[kernel["name"]] += 1e3 * kernel["seconds"] * kernel["launches"]
@@ -89,7 +89,7 @@ def model_ms(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def idle(spans: Sequence[DeviceSpan]) -> dict[str, float]:
-    """Sum up the busy time and the idle share between the first kernel's start and the last kernel's end."""
+    """Return the busy time and the idle share between the first kernel's start and the last kernel's end."""
     busy = 0.0
     gaps = 0
     until = 0.0

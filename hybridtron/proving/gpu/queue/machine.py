@@ -1,4 +1,4 @@
-"""The machine: what else runs on it, settings that serialize launches, and ceilings to read other numbers by."""
+"""Measures the machine: other load on it, settings that serialize launches, and upper bounds for other numbers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SETTINGS = ("CUDA_", "TORCH", "PYTORCH_", "TRITON_", "NVIDIA_", "CUBLAS_", "OMP_
 COPIED = 2**31  # bytes
 LAUNCHES = 2000
 PRODUCTS = ((8192, 8192, 8192), (8192, 2048, 8192), (8192, 64, 2048), (8192, 256, 2048))
-"""m, n, k: a ceiling, a projection, and what a projection cut into parts asks for."""
+"""m, n, k: an upper bound, a projection, and the products of a projection that is cut into parts."""
 
 
 def machine(record: Recorder) -> None:
-    """Every case by itself: a program that is missing costs its row alone."""
+    """Record each case separately: a missing program loses only its own row."""
     device = compute_device()
     with record.case("host") as row:
         row |= {"cpus": os.cpu_count(), "usable": len(os.sched_getaffinity(0)), "processor": processor()}
@@ -35,7 +35,7 @@ def machine(record: Recorder) -> None:
     for name, query in QUERIES.items():
         with record.case(name) as row:
             row["lines"] = asked(query)
-            row["own"] = str([os.getpid(), os.getppid()])  # processes, of which nvidia-smi shows others too
+            row["own"] = str([os.getpid(), os.getppid()])  # our processes, to distinguish them from others
     with record.case("compiler") as row:
         row["key"] = compiler_key()
         row["as in the carried cache"] = row["key"] == record.modelled.get("compiler")
@@ -59,12 +59,12 @@ def machine(record: Recorder) -> None:
 
 
 def fastest(call: Callable[[], object], rounds: int = 10) -> float:
-    """Seconds of the fastest of some rounds, after one to warm up."""
+    """Return the seconds of the fastest round, after one warm-up."""
     return interleaved({"": call}, rounds)[""].fastest
 
 
 def asked(query: str) -> list[str]:
-    """Lines that nvidia-smi answers; nothing is changed by asking."""
+    """Return nvidia-smi's answer to a query, as lines. The query changes no setting."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ["no nvidia-smi"]

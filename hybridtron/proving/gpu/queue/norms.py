@@ -1,7 +1,7 @@
-"""The norm's backward pass by its number of programs, beside the house's choice and torch's own norm.
+"""Times the norm's backward pass by its number of programs, compared with our default and with torch's norm.
 
-A program takes rows in turns, each as long as memory takes to answer: too few of them leave the GPU waiting, too many
-make the sum of their parts of dw longer. On a CPU nothing is launched.
+A program handles several rows one after another, and waits for memory at each. Too few programs leave the GPU waiting;
+too many make the sum of their parts of dw longer. On a CPU no kernel is launched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TINY_ROWS = 256
 
 
 def norms(record: Recorder) -> None:
-    """Milliseconds of the backward pass by programs; its bytes are those of x, dy and dx."""
+    """Record the milliseconds of the backward pass by number of programs, and the bytes of x, dy and dx."""
     for shape in SHAPES:
         rows, channels = shape
         if record.tiny:
@@ -46,7 +46,9 @@ def key(rows: int, channels: int) -> str:
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """The house's choice at every shape by name, for a rehearsal, and the other grids after it."""
+    """Yield the backward pass with our default number of programs at every shape, by name, then with the other
+    grids.
+    """
     for shape in SHAPES:
         x_RD, dy_RD, weight_D = tensors(*shape)
         every = list(forms(x_RD.detach(), dy_RD, weight_D.detach()))
@@ -56,21 +58,21 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def tensors(rows: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, dy and the weight."""
+    """Return random x and dy, and a weight of ones."""
     x_RD = torch.randn(rows, channels, device=compute_device()).bfloat16()
     dy_RD = torch.randn(rows, channels, device=compute_device()).bfloat16()
     return x_RD.requires_grad_(), dy_RD, torch.ones(channels, device=compute_device()).requires_grad_()
 
 
 def torchs(x_RD: Tensor, dy_RD: Tensor, weight_D: Tensor) -> float:
-    """Milliseconds of torch's gradients, of a graph that is kept."""
+    """Return the milliseconds of torch's backward pass, on a retained graph."""
     y_RD = functional.rms_norm(x_RD, weight_D.shape, weight_D.to(x_RD.dtype), EPS)
     return 1e3 * fastest(lambda: torch.autograd.grad(y_RD, (x_RD, weight_D), dy_RD, retain_graph=True))
 
 
 def forms(x_RD: Tensor, dy_RD: Tensor, weight_D: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Our kernel with the house's number of programs, and with others."""
-    from hybridtron.ops.norm.kernels import gradients  # Triton is imported with it
+    """Yield our kernel with its default number of programs, then with others."""
+    from hybridtron.ops.norm.kernels import gradients  # imports Triton
 
     scale_R = torch.rsqrt(x_RD.float().square().mean(1) + EPS)
     for programs in (None, *GRIDS):
@@ -78,5 +80,5 @@ def forms(x_RD: Tensor, dy_RD: Tensor, weight_D: Tensor) -> Iterator[tuple[str, 
 
 
 def nowhere() -> AbstractContextManager[None]:
-    """Inside, a CPU launches nothing."""
+    """Return a context in which a CPU launches no kernel."""
     return nullcontext() if compute_device().type == "cuda" else recorded_launches(lambda *_: None)

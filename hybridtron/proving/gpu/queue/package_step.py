@@ -1,4 +1,4 @@
-"""A recipe's step by our kernels, and the same with another package's kernels for the ops that it has."""
+"""Times a recipe's step with our kernels, and with another package's kernels for the ops that it has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ THEIRS = {"ssd_scan": "mamba-ssm", "selective_scan": "mamba-ssm", "causal_conv":
 
 
 def package_step(record: Recorder, recipe: str) -> None:
-    """Each with an engine of its own; on a CPU, which has neither, both are the reference."""
+    """Time the step with each package on its own engine; on a CPU, which has neither, both run the reference."""
     forms: Mapping[str, Mapping[str, str]] = {"ours": dict.fromkeys(THEIRS, TRITON), "theirs": THEIRS}
     config = checked(settings(recipe, tiny=record.tiny))
     for name, wanted in forms.items():

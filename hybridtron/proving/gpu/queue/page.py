@@ -1,6 +1,6 @@
-"""The queue's list with what is done, and the page of all results: benchmarks/gpu_queue.md.
+"""Writes the page of all results, benchmarks/gpu_queue.md, and lists the queue's parts with their state.
 
-The page has tables of what was measured alone, each with the card, commit and versions that gave it.
+The page contains measured numbers only, each with the card, commit and versions that gave it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HEADER = ("part", "what", "limit", "needs", "state")
 
 
 def write(folder: Path) -> Path:
-    """Write the page of a folder of results beside the other measured pages."""
+    """Write the page for a folder of results, next to the other measured pages."""
     path = folder.parents[1] / NAME
     path.write_text(text(attempts(read(folder))), encoding="utf-8")
     return path
 
 
 def text(known: Sequence[PartAttempt]) -> str:
-    """The page."""
+    """Return the page's text."""
     done = [each for each in known if each.state == DONE]
     lines = [TITLE, "", *([] if done else [NOTHING, ""]), "## Parts", ""]
     cells = [(each.name, each.about, f"{each.limit_s} s", needed(each), of_cards(each, known)) for each in PARTS]
@@ -48,23 +48,23 @@ def text(known: Sequence[PartAttempt]) -> str:
 
 
 def needed(part: QueuePart) -> str:
-    """Distributions beside ours."""
+    """Return the distributions that a part needs besides ours, as text."""
     return ", ".join(part.needs) or "-"
 
 
 def of_cards(part: QueuePart, known: Sequence[PartAttempt]) -> str:
-    """On which cards the part is done for the code as it is, and which one it waits for."""
+    """Describe the part's state, for the current code, on each card."""
     states = [state_of(part, card, known) for card in cards(part, known)]
     return "; ".join(described(each) for each in states)
 
 
 def cards(part: QueuePart, known: Sequence[PartAttempt]) -> list[str]:
-    """The card that the list asks for first, then others that gave results."""
+    """Return the card that the list asks for, then others with results."""
     return list(dict.fromkeys([part.card, *(each.begin["card"] for each in known if each.part == part.name)]))
 
 
 def described(found: PartState) -> str:
-    """`h100: done (1a2b3c4, 2026-11-26)`."""
+    """Return a state as text: `h100: done (1a2b3c4, 2026-11-26)`."""
     if found.attempt is None:
         return f"{found.card}: undone"
     why = f", {found.attempt.why}" if found.attempt.why else ""
@@ -72,7 +72,7 @@ def described(found: PartState) -> str:
 
 
 def stamp(begin: Row) -> str:
-    """Commit and day."""
+    """Return the commit and the day."""
     return f"{(begin['commit'] or 'no commit')[:7]}, {time.strftime('%Y-%m-%d', time.gmtime(begin['at']))}"
 
 
@@ -84,7 +84,7 @@ def newest(part: QueuePart, done: Sequence[PartAttempt]) -> Iterator[PartAttempt
 
 
 def section(attempt: PartAttempt) -> list[str]:
-    """A part's numbers: a line a case, and a table by kernel where there is one."""
+    """Return a part's numbers as Markdown: a line for each case, and a table by kernel if there is one."""
     begin = attempt.begin
     lines = [f"## {attempt.part}, {begin['gpu']}", "", f"`{begin['commit']}`, {begin['versions']}", ""]
     flat = [(row["case"], {name: value for name, value in row.items() if plain(name, value)}) for row in attempt.rows]
@@ -97,12 +97,12 @@ def section(attempt: PartAttempt) -> list[str]:
 
 
 def plain(name: str, value: Any) -> bool:
-    """Check whether a value belongs into a case's line."""
+    """Return True if a value belongs in a case's line."""
     return name not in ("part", "is", "case") and not isinstance(value, dict | list)
 
 
 def shown(values: Row) -> str:
-    """`ms 348.2, spread 0.01`."""
+    """Return values as text: `ms 348.2, spread 0.01`."""
     return ", ".join(f"{name} {number(value)}" for name, value in values.items() if value is not None)
 
 
@@ -111,14 +111,14 @@ def number(value: Any) -> str:
 
 
 def kernel_cells(kernel: Row) -> tuple[str, ...]:
-    """A kernel of ours beside its model; others have none."""
+    """Return a kernel's table cells, with the model's time for our kernels."""
     model = kernel["model_ms"]
     beside = ("-", "-") if not model else (number(model), f"{kernel['ms'] / model:.2f}")
     return f"`{kernel['kernel']}`", str(kernel["calls"]), number(kernel["ms"]), *beside
 
 
 def listed(known: Sequence[PartAttempt], card: str | None) -> list[str]:
-    """The list as text: for this machine's card, or where there is none for the card that each part asks for."""
+    """Return the list as text, for this machine's card, or without one for each part's own card."""
     texts = [described(state_of(part, card or part.card, known)) for part in PARTS]
     width = max(len(part.name) for part in PARTS)
     lines = [f"{part.name:<{width}}  {part.limit_s:>3} s  {line}" for part, line in zip(PARTS, texts, strict=True)]

@@ -1,8 +1,9 @@
-"""The list of parts that a GPU measures, most valuable first: limits, cards, and the code that each of them measures.
+"""The list of parts that are measured on a GPU, the most valuable first: limits, cards, and the code that each
+measures.
 
-A part is a function that gets a `Recorder`. `code` are the files of the package whose change makes a result old
-(`digest`); a part's own file is among them, since a number means what that file does. To add a part, write its
-function, add it here, and add its calls to `rehearse/queue_model.py` where they compile kernels.
+A part is a function that gets a `Recorder`. `code` lists the package's files whose change makes a result outdated
+(`digest`); a part's own file is among them, because it defines the meaning of the numbers. To add a part, write its
+function, add it here, and add its calls to `rehearse/queue_model.py` if they compile kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RECIPES = {
     "samba_421m": (8, 4096),
     "samba_1.3b": (4, 4096),
 }
-"""Rows and tokens of one micro-batch, as benchmarks/gpu.md has them; the model was furthest off for the first ones."""
+"""Rows and tokens of one micro-batch, as in benchmarks/gpu.md; the time model was least accurate for the first ones."""
 FP8_RECIPE = "samba_1.7b_padded"
 FP8_ROWS = (2, 4096)
 FLA = "fla-core"
@@ -40,14 +41,14 @@ TE = "transformer-engine"
 
 @dataclass(frozen=True)
 class QueuePart:
-    """A part of the queue: its function, its time, the code that it measures, and the distributions that it needs."""
+    """A part of the queue: its function, time limit, measured code, and required distributions."""
 
     name: str
     about: str
     run: str  # `file:function`, in this folder
     limit_s: int
     code: tuple[str, ...] = ()
-    argument: str = ""  # the function's second one, where it takes one: a recipe, or a contest
+    argument: str = ""  # second argument of the function, if it takes one: a recipe or a contest
     needs: tuple[str, ...] = ()
     card: str = "h100"
 
@@ -57,16 +58,16 @@ class QueuePart:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of all that its numbers depend on; the same wherever the code is the same."""
+        """Digest of everything that the part's numbers depend on; equal wherever the code is equal."""
         return digest((self.file, *self.code), (self.recipe,) if self.recipe else ())
 
     @property
     def recipe(self) -> str:
-        """The recipe whose step is measured; empty for an op."""
+        """Recipe whose step is measured; empty for an op."""
         return self.argument if self.argument in (*RECIPES, FP8_RECIPE) else ""
 
     def function(self) -> Callable[[Recorder], None]:
-        """The part's function; its file is imported now."""
+        """Import the part's file and return its function."""
         file, _, name = self.run.partition(":")
         function = getattr(importlib.import_module(f"{__package__}.{file}"), name)
         return (lambda recorder: function(recorder, self.argument)) if self.argument else function
@@ -101,7 +102,7 @@ PARTS = (
     _step("gdn_hybrid_412m", 45),
     _step("rwkv6_70m", 45),
     _contest("gla", FLA, 40, "gla"),
-    _step("samba_421m", 60),  # FlexAttention's kernels are compiled there
+    _step("samba_421m", 60),  # compiles FlexAttention's kernels
     _step("samba_1.3b", 60),
     _contest("delta", FLA, 55, "delta"),
     _contest("rwkv6", FLA, 40, "gla"),
@@ -116,7 +117,7 @@ PARTS = (
     _package_step("samba_421m", 75),
     QueuePart("fp8", _FP8, "fp8:fp8", 120, PARTS_OF_STEPS, FP8_RECIPE, (TE,)),
 )
-"""Parts in order: first those that show where time goes; those without compiled packages fit twice five minutes."""
+"""Parts in order, those that show where time goes first. Without compiled packages they fit twice five minutes."""
 
 
 def named(name: str) -> QueuePart:

@@ -1,7 +1,7 @@
-"""Rows of measurements as JSON lines: each is on disk before the next measurement begins, and a folder of them is read.
+"""Rows of measurements as JSON lines: writing each to disk before the next measurement begins, and reading a folder.
 
-A run of the queue appends to one file of its own, so that results are added to a folder and never overwritten. A row
-names its part and what it `is`:
+A run of the queue appends to its own file, so that results are added to a folder and never overwritten. A row names its
+part and what it `is`:
 
     begin       the code's digest, the card, commit and versions that all rows up to `end` belong to
     measured    a case, and its numbers
@@ -28,7 +28,7 @@ WHY_CHARACTERS = 400
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a file; it is on disk when this returns, whatever becomes of the process."""
+    """Append a row to a file; it is on disk when this returns, even if the process is killed afterwards."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, default=str) + "\n")
         file.flush()
@@ -36,7 +36,7 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> list[Row]:
-    """All rows of a folder's files, by the files' names; a last line that is cut short is left out."""
+    """Read all rows of a folder's files, in the order of file names; incomplete lines are skipped."""
     found: list[Row] = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -48,7 +48,7 @@ def read(folder: Path) -> list[Row]:
 
 
 def reason(error: BaseException) -> str:
-    """Name and first lines of an exception, short enough for a row."""
+    """Return the name and the beginning of an exception, short enough for a row."""
     return f"{type(error).__name__}: {error}"[:WHY_CHARACTERS]
 
 
@@ -56,8 +56,8 @@ def reason(error: BaseException) -> str:
 class Recorder:
     """Writes a part's rows.
 
-    tiny: sizes with which any machine runs every line; their numbers say nothing. modelled: what a rehearsal on the
-    same kind of GPU says of the part, where that is at hand (`rehearse/queue_model.py`).
+    `tiny`: sizes that run on any machine, with numbers that mean nothing. `modelled`: results of a rehearsal for the
+    same kind of GPU, if available (`rehearse/queue_model.py`).
     """
 
     path: Path
@@ -71,7 +71,9 @@ class Recorder:
 
     @contextmanager
     def case(self, name: str) -> Iterator[Row]:
-        """Measure a case: the block fills its row. An exception becomes a failed row, and the next case is measured."""
+        """Yield a case's row, which the block fills. An exception is recorded as a failed row, and does not stop the
+        next case.
+        """
         row: Row = {}
         try:
             yield row
@@ -85,7 +87,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class PartAttempt:
-    """One attempt at a part: its first row, its measurements, and its last row; no last row where all was cut short."""
+    """One attempt at a part: its first row, its measurements, and its last row; None if it was interrupted."""
 
     begin: Row
     rows: list[Row]
@@ -105,7 +107,7 @@ class PartAttempt:
 
 
 def attempts(rows: list[Row]) -> list[PartAttempt]:
-    """Rows as attempts, in order; those of a rehearsal are no results."""
+    """Group rows into attempts, in order; attempts of a rehearsal are left out."""
     found: list[PartAttempt] = []
     begin: Row | None = None
     between: list[Row] = []

@@ -1,7 +1,7 @@
-"""Runs parts of the queue: which come first, each in a process of its own with a limit, rows from first to last.
+"""Runs parts of the queue, each in its own process with a time limit, and writes their first and last rows.
 
-A part is done for a card where an attempt on it ended well with the same digest of the code. First come the parts that
-were never tried so, in the list's order, then those that failed.
+A part is done for a card if an attempt on it succeeded with the same digest of the code. Parts that were never tried
+with this digest come first, in the list's order, then those that failed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hybridtron.requirements import is_there
 
 TIMED_OUT = 124
 REHEARSED_S = 120  # the limit of a part with tiny sizes, on a machine that may be slow and busy
-MARGIN_S = 0.5  # beside a part's limit: to end its process
+MARGIN_S = 0.5  # time to end a part's process, in addition to its limit
 
 
 @dataclass(frozen=True)
 class PartState:
-    """The state of a part on a card by its results: done, failed, left out or undone, and the attempt that decides."""
+    """State of a part on a card (done, failed, left out or undone), and the attempt that decides it."""
 
     part: QueuePart
     card: str
@@ -36,7 +36,7 @@ class PartState:
 
 
 def state_of(part: QueuePart, card: str, known: Sequence[PartAttempt]) -> PartState:
-    """Judge a part by its attempts with the same digest on the same card: one that is done counts, else the last."""
+    """Return a part's state by its attempts with the same digest on the same card: a successful one, else the last."""
     of_card = [attempt for attempt in known if attempt.part == part.name and attempt.begin["card"] == card]
     same = [attempt for attempt in of_card if attempt.begin["digest"] == part.digest]
     well = [attempt for attempt in same if attempt.state == DONE]
@@ -47,32 +47,32 @@ def state_of(part: QueuePart, card: str, known: Sequence[PartAttempt]) -> PartSt
 
 
 def undone(parts: Sequence[QueuePart], card: str, known: Sequence[PartAttempt]) -> list[QueuePart]:
-    """List the parts that a run on this card takes, in order."""
+    """Return the parts that a run on this card takes, in order."""
     states = [state_of(part, card, known) for part in parts]
     failed = [state.part for state in states if state.state == FAILED]
     return [state.part for state in states if state.state not in (DONE, FAILED)] + failed
 
 
 def missing(part: QueuePart) -> list[str]:
-    """Distributions that the part needs and this machine lacks."""
+    """Return the distributions that the part needs and this machine lacks."""
     return [name for name in part.needs if not is_there(name)]
 
 
 def launched(command: Sequence[str], log: Path, limit_s: float) -> int:
-    """Run a part's process group, with what it prints in the log; it is ended at its limit. Returns the exit code."""
+    """Run a part's process group with its output in the log, and kill it at its limit. Returns the exit code."""
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             return process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # a kernel that hangs lets no other signal through
+            os.killpg(process.pid, signal.SIGKILL)  # a hanging kernel blocks every other signal
             process.wait()
             return TIMED_OUT
 
 
 @dataclass
 class QueueRun:
-    """One run over parts until its time is over. `about` is in the first row of each part: card, commit, versions."""
+    """One run over parts until its time is up. `about` is in the first row of each part: card, commit, versions."""
 
     rows: Path
     about: Row
@@ -89,7 +89,7 @@ class QueueRun:
         return self.rows.with_suffix(".log")
 
     def take(self, parts: Sequence[QueuePart]) -> dict[str, str]:
-        """Every part whose limit fits into the time that is left. Returns how each of them ended."""
+        """Run every part whose limit fits into the remaining time. Returns the state in which each part ended."""
         start = self.clock()
         for part in parts:
             if lacking := [] if self.tiny else missing(part):
@@ -140,7 +140,7 @@ class QueueRun:
         self.show(f"{part.name}: {state} after {seconds:.0f} s{f', {why}' if why else ''}")
 
     def _last_lines(self, printed: int) -> str:
-        """The end of what the part has printed."""
+        """Return the end of the part's output."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as file:

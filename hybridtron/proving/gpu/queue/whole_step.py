@@ -1,8 +1,8 @@
-"""A recipe's training step: is it bound by the host or by the device, and which kernels is it made of.
+"""Measures a recipe's training step: whether the host or the device bounds it, and the time of its kernels.
 
-A step that the device bounds takes half as long with half of the rows; one that the host bounds does not. With a
-sixteenth of the tokens the launches alone take time. Replayed from a CUDA graph, the passes of one micro-batch need no
-host at all. The graph is captured last, since a capture that fails can leave the process unfit to compute.
+A step bounded by the device takes half as long with half of the rows; one bounded by the host does not. With a
+sixteenth of the tokens only the launches take time. Replayed from a CUDA graph, the passes of one micro-batch need no
+host at all. The graph is captured last, because a failed capture can leave the process unable to compute.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybridtron.proving.steps import Steps, checked, one_process, random_batches
 
 ROUNDS = 4
 SHARES = (1, 2, 4)
-FEW = 16  # the part of a row's tokens that leaves launches alone
+FEW = 16  # with 1 / 16 of a row's tokens only launches take time
 NARROW = ("model.width=128", "model.vocab_size=384")
 MLP = "model.layers.-.hidden=128"
 WINDOWS = ("model.layers.W.heads=2", "model.layers.W.kv_heads=2", "model.layers.W.window=64", MLP)
@@ -42,11 +42,11 @@ TINY = {
     "samba_1.3b": ("model.pattern=M-W-", *WINDOWS),
     FP8_RECIPE: ("model.pattern=M-W-", *WINDOWS),
 }
-"""Settings with which a CPU takes each recipe's step in no time."""
+"""Settings that make each recipe's step fast on a CPU."""
 
 
 def settings(recipe: str, precision: str = "bf16", tiny: bool = False) -> list[str]:
-    """A step of one micro-batch of the recipe's own size, as key=value; tiny ones for a CPU."""
+    """Return the key=value settings of a step with one micro-batch in the recipe's own size; tiny ones for a CPU."""
     rows, length = FP8_ROWS if recipe == FP8_RECIPE else RECIPES[recipe]
     small: tuple[str, ...] = ()
     if tiny:
@@ -59,7 +59,7 @@ def settings(recipe: str, precision: str = "bf16", tiny: bool = False) -> list[s
 
 @contextmanager
 def built(config: Config) -> Iterator[Steps]:
-    """The recipe's engine, until the block ends; our kernels run where another package is installed too."""
+    """Build the recipe's engine until the block ends, with our kernels even if another package is installed."""
     foreign = dict.fromkeys(others(), TRITON)
     with force(**foreign), one_process(config) as groups:
         yield Steps(config, groups, random_batches(config))
@@ -67,14 +67,14 @@ def built(config: Config) -> Iterator[Steps]:
 
 
 def others() -> list[str]:
-    """Ops that would run a kernel of another package though there is one of ours."""
+    """Return the ops that would run another package's kernel although we have one."""
     with_ours = [name for name, op in OPS.items() if any(form.name == TRITON for form in op.implementations)]
     device = compute_device().type
     return [name for name in with_ours if OPS[name].choice(device)[0] in ("mamba-ssm", "causal-conv1d")]
 
 
 def whole_step(record: Recorder, recipe: str) -> None:
-    """All cases of a recipe on one engine."""
+    """Measure all cases of a recipe on one engine."""
     config = checked(settings(recipe, tiny=record.tiny))
     with built(config) as steps:
         every = steps.batches
@@ -93,7 +93,7 @@ def whole_step(record: Recorder, recipe: str) -> None:
 
 
 def shrunk(config: Config, rows: int = 1, tokens: int = 1) -> Config:
-    """A step of a part of the rows, or of each row's tokens."""
+    """Return the configuration with 1 / `rows` of the rows, and 1 / `tokens` of each row's tokens."""
     phase = config.phases[0]
     fewer = phase.micro_batch // rows
     shorter = phase.seq_len // tokens
@@ -102,7 +102,7 @@ def shrunk(config: Config, rows: int = 1, tokens: int = 1) -> Config:
 
 
 def timed(steps: Steps, config: Config, row: Row, share: int) -> None:
-    """Milliseconds of the first step, which compiles, of the fastest, and until the passes' launches have returned."""
+    """Record the time of the first step, which compiles, of the fastest step, and of the passes' launches."""
     start = now()
     steps()
     row["first_s"] = now() - start
@@ -114,7 +114,7 @@ def timed(steps: Steps, config: Config, row: Row, share: int) -> None:
 
 
 def launched(steps: Steps) -> float:
-    """Seconds in which the host launches both passes of a micro-batch; it does not wait for what they compute."""
+    """Return the seconds in which the host launches both passes of a micro-batch, without waiting for their results."""
     now()
     start = time.perf_counter()
     with megatron_context():
@@ -125,7 +125,7 @@ def launched(steps: Steps) -> float:
 
 
 def kernels(steps: Steps, row: Row, record: Recorder, recipe: str) -> None:
-    """The table by kernel beside the model's times, and what runs each op."""
+    """Record the table by kernel with the model's times, and the implementation that runs each op."""
     spans, launches = profiled(steps)
     model = record.modelled.get("steps", {}).get(recipe, {})
     row |= idle(spans)
@@ -136,7 +136,7 @@ def kernels(steps: Steps, row: Row, record: Recorder, recipe: str) -> None:
 
 
 def replayed(steps: Steps, row: Row) -> None:
-    """Both passes of the micro-batch as a CUDA graph; that something can't be captured is an answer too."""
+    """Time both passes of the micro-batch as a CUDA graph; if they can't be captured, record the reason."""
     device = compute_device()
 
     def there(tensor: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def _average(rows: Sequence[Row]) -> Row:
 
 
 def effective_lengths(rows: Sequence[Row]) -> list[Row]:
-    """Compute RULER's effective length: the longest one where its tasks' mean reaches `EFFECTIVE`, or 0."""
+    """Compute RULER's effective length: the longest at which its tasks' mean reaches `EFFECTIVE`, or 0."""
     by_options: dict[str, list[Row]] = {}
     for row in rows:
         if row["task"].partition("[")[0] == "average of ruler_se":

@@ -188,7 +188,7 @@ def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: i
 
 
 def _verdict(lines: Iterable[Line], records: Records, output: Path, seq_len: int) -> list[Row]:
-    """Return a row with the verdict on length generalization, or none if positions were not measured."""
+    """Return a list with the verdict on length generalization as a row; empty if positions were not measured."""
     measured = [line for line in lines if line["task"] == "positions"]
     by_position = read_lines(output / "positions.jsonl") if measured else []
     found = verdict(by_position, seq_len)

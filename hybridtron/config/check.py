@@ -40,7 +40,7 @@ from hybridtron.requirements import is_there, missing
 
 
 def check(config: Config, world_size: int | None = None) -> list[Problem]:
-    """List all problems of a configuration; an empty list means that it can run.
+    """List all problems with a configuration; an empty list means that it can run.
 
     `world_size` is the number of processes; None stands for the fewest that the layout needs.
     """
@@ -63,7 +63,7 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
 
 
 def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
-    """Check all sections that a phase may change, with the values of this phase.
+    """Check all sections that a phase may change, with this phase's values.
 
     The keys are those of the run's sections; `check` translates them to the phase's own.
     """
@@ -121,7 +121,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Sequence[Problem]:
-    """Return the problems of a model that reads rows of up to `longest` tokens."""
+    """List a model's problems with rows up to `longest` tokens."""
     try:
         architecture(model, longest)
     except ConfigError as error:

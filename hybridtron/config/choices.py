@@ -111,7 +111,7 @@ class StateMode(StrEnum):
 
 
 class StateKind(StrEnum):
-    """Kinds of state parts: recurrent states, last inputs of convolutions, keys and values of attention."""
+    """Kinds of state parts: recurrent states, a convolution's last inputs, attention's keys and values."""
 
     ssm = "ssm"
     conv = "conv"

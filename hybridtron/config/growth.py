@@ -1,7 +1,7 @@
-"""Number of rows that each step reads: `global_batch`, or fewer while a phase's ramp lasts.
+"""Rows that each step reads: `global_batch`, or fewer while a phase's ramp lasts.
 
-The ramp's tokens are divided evenly among its batch sizes, each of which runs for whole steps. Steps count from 0 at
-the start of the phase, and so do rows.
+The ramp's tokens are divided evenly among its batch sizes, each of which runs for whole steps. Steps and rows count
+from the start of the phase.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def head_cost(model: ModelConfig) -> int:
 
 
 def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
-    """Return the number of items in each chunk: the smallest largest sum, then the smallest sum of squares.
+    """Return the number of items per chunk: the smallest largest sum, then the smallest sum of squares.
 
     The smallest possible largest sum is found by bisection. Dynamic programming finds the most even cut that keeps to
     it.
@@ -213,9 +213,9 @@ class ProcessLaunch:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> ProcessLaunch:
-    """Read this process's rank and world size from torchrun's variables, or those of srun with one task per process.
+    """Read this process's rank and world size from torchrun's variables, or from srun's with one task per process.
 
-    Returns rank 0 of 1 if neither started this process.
+    Returns rank 0 and size 1 if neither started this process.
     """
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in environment and environment.get(size, "").isdigit():

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 class LrPosition:
     """A step's position in its schedule, in tokens.
 
-    `tokens` of the `whole` schedule have been read after the step; the first `warmup` of them are the warm-up. `decay`
-    is the length of the final decay, as `optim.decay` sets it; 0 for shapes without one.
+    The run has read `tokens` out of the `whole` schedule after the step; the first `warmup` are the warm-up. `decay` is
+    the final decay's length, as `optim.decay` sets it; 0 for shapes without one.
     """
 
     tokens: int

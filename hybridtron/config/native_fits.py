@@ -35,7 +35,7 @@ OF_FEW_CLASSES = {
 
 
 def halves(arch: Architecture) -> tuple[Sequence[MixerSpec], Sequence[MixerSpec]]:
-    """Return the mixers and the MLPs of a model whose layers are pairs of both."""
+    """Return a model's mixers and MLPs, if its layers are pairs with one of each."""
     return arch.specs[::2], arch.specs[1::2]
 
 
@@ -120,7 +120,7 @@ def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _bamba(arch: Architecture, norm_eps: float) -> str | None:
-    """Check for Bamba's hybrid of Mamba-2 and attention, whose rotary positions turn half of each head."""
+    """Check for Bamba's hybrid of Mamba-2 and attention, whose rotary positions turn half the dimensions per head."""
     found, attention = _mamba2_hybrid(arch, norm_eps, part=True)
     if found or attention is None:
         return found
@@ -136,7 +136,7 @@ def _mamba2_hybrid(
 ) -> tuple[str | None, AttentionSpec | None]:
     """Check the rules that Granite's hybrid and Bamba share, and return their attention.
 
-    `part` allows rotary positions on a part of each head, `scaled` a scale of its own.
+    `part` allows partial rotary positions, `scaled` a scale of its own.
     """
     mixers = halves(arch)[0]
     recurrent: list[Mamba2Spec] = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]

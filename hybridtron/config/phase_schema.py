@@ -95,7 +95,7 @@ class PhasePrecisionConfig:
 
 @dataclass
 class RampConfig:
-    """Growth of the batch at the start of a phase, from `start` rows in steps of `step` rows."""
+    """Growth of the batch at a phase's start, from `start` rows by `step` rows at a time."""
 
     start: Annotated[int, at_least(1)] = MISSING  # rows of the first batches
     step: Annotated[int, at_least(1)] = MISSING  # rows by which the batch grows
@@ -105,7 +105,7 @@ class RampConfig:
 
 @dataclass
 class PhaseConfig:
-    """One part of training: a number of tokens, in rows of seq_len, at a learning rate, with overrides of its own."""
+    """One part of training: its length in tokens, its rows, its learning rate, and its overrides."""
 
     # appears in metrics and in the names of exports
     name: Annotated[str, not_empty("give the phase a name")] = "pretrain"

@@ -114,12 +114,12 @@ class ResolvedPhase:
 
     @property
     def lanes(self) -> int:
-        """Number of lanes, which are read in parallel; each reads `states.chunks` chunks of seq_len in a step."""
+        """Number of lanes, which are read in parallel; each reads `states.chunks` chunks (seq_len tokens) in a step."""
         return self.settings.global_batch // self.states.chunks
 
     @property
     def chunks_together(self) -> int:
-        """Chunks of a lane in one forward pass: all chunks of a step if gradients flow through them, else 1."""
+        """Chunks per lane in one forward pass: all of a step if gradients flow through them, else 1."""
         return self.states.chunks if self.states.through_time else 1
 
     @property

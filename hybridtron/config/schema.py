@@ -1,4 +1,4 @@
-"""Types of the configuration: every key of a recipe or the command line. Those of phases are in `phase_schema.py`.
+"""Types for the configuration: every key of a recipe or the command line. Those for phases are in `phase_schema.py`.
 
 Hydra checks names and types against these classes; `check.py` checks rules that types cannot express. The comment at a
 field is its description in `docs/keys.md` (`make reference`). Durations are written in tokens with a unit (`20B`,

@@ -1,13 +1,13 @@
 """Resolve the values that a recipe takes from the checkpoint in `run.weights`, as interpolations in its YAML.
 
     ${weights:KEY}   model.*, precision.* and run.name of that checkpoint; phase.* and data.*: its last phase's
-    ${steps:100}     the tokens of that number of steps of the phase that contains it
+    ${steps:100}     the tokens in that number of steps, by the phase around it
     ${times:A,B}     their product
     ${ratio:A,B}     A / B
 
 So a recipe that starts from any checkpoint lists only its changes. An imported checkpoint does not know how it was
 trained: its configuration has no phases, and keys that would come from there must be set. Nothing here opens the
-weights. RUN@best names the checkpoint of a run that has the lowest held-out loss.
+weights. RUN@best names a run's checkpoint with the lowest held-out loss.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class Engine:
     def forward_backward(self, batches: Sequence[Batch], step: int = 0) -> StepLoss:
         """Run forward and backward passes of a step's micro-batches; return the loss and accumulate the gradients.
 
-        Each data-parallel rank provides the micro-batches of its own lanes. `step` counts from the phase's start and
-        seeds the random choices.
+        Each data-parallel rank provides its own lanes' micro-batches. `step` counts from the phase's start and seeds
+        the random choices.
         """
         if self.carrier is not None:
             self.carrier.begin(step)
@@ -175,9 +175,9 @@ class Engine:
 
     @torch.no_grad()
     def losses(self, batches: Sequence[tuple[int, Batch]], parts: int) -> StepLoss:
-        """Return the losses without gradients, summed separately for each of `parts` parts; equal on all ranks.
+        """Return the losses without gradients, summed per part; equal on all ranks.
 
-        Each batch is paired with the number of its part.
+        Each batch is paired with its part's number, below `parts`.
         """
         parted = Parted([part for part, _ in batches], parts)
         alone = [batch for _, batch in batches]

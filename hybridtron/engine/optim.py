@@ -239,7 +239,7 @@ class Shard:
     def squares(self) -> Tensor:
         """Return the squared norm of these entries, and that of their gradients.
 
-        Both are zero on ranks that hold a second copy.
+        Both are zero on ranks with a second copy.
         """
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         if self.master is None or (self.everywhere and copy > 0):

@@ -1,7 +1,7 @@
 """Forward and backward passes of a step's micro-batches, by Megatron's schedules.
 
 One process, 1F1B and interleaved stages all run through here. A loss is a sum over tokens. Megatron divides the
-gradients by the number of loss tokens of the step, over all micro-batches and ranks, even if their masks differ.
+gradients by the step's number of loss tokens, over all micro-batches and ranks, even if their masks differ.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def _forward_step(
 def _finished(out: ModelOut, batch: Batch) -> ChunkOut:
     """Return a stage's output for a chunk, with its auxiliary losses attached.
 
-    An auxiliary loss is a mean over the micro-batch. It is multiplied by the number of loss tokens, since all gradients
-    are later divided by the step's number of loss tokens.
+    An auxiliary loss is a mean over the micro-batch. It is multiplied by the micro-batch's loss tokens, since all
+    gradients are later divided by the step's.
     """
     tokens = batch.mask_BL.sum()
     losses = {name: loss * tokens for name, loss in out.aux.items()}

@@ -72,9 +72,9 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
 
 
 def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: Groups, dtype: torch.dtype) -> Reader:
-    """Return a reader that shares the weights of a model in training. All ranks must call this together.
+    """Return a reader that shares a training model's weights. All ranks must call this together.
 
-    Every rank has all tokens of a row and uses plain products, so the length need not be divisible as in training.
+    Every rank has a row's full tokens and uses plain products, so the length need not be divisible as in training.
     """
     tensor = replace(groups.tensor, sequence=False, products=MEGATRON)
     parts = []

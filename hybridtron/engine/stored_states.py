@@ -1,6 +1,6 @@
 """Carried states as blocks of full tensors, over all lanes and heads, so that any layout can resume from them.
 
-    held.LAYER.PART     (lanes, ...)     the last states of the lanes
+    held.LAYER.PART     (lanes, ...)     the lanes' last states
     moments.LAYER       (2, heads)       mean and variance to which noise is fitted
     restarts            ()               number of lanes restarted since the phase began, as their state was not finite
 

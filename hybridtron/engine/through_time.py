@@ -1,13 +1,13 @@
-"""Truncated backpropagation through all chunks of a step: k chunks of the same lanes in one forward pass.
+"""Truncated backpropagation through all chunks of a step: k chunks per lane in one forward pass.
 
-The chunks run one after another, each from the final states of the previous one, without detaching: gradients flow back
+The chunks run one after another, each from the previous one's final states, without detaching: gradients flow back
 through all of them, as if each lane's k L tokens were one row. A row that begins a document with a chunk starts that
 chunk from zero. States are detached only between steps, where `states.py` keeps them.
 
-A stage sends the outputs of all chunks as one tensor, so that the pipeline sees one micro-batch, and the last stage
-computes the loss of all tokens together. With any `parallel.recompute`, a chunk saves only its input stream and initial
-states and runs again in backward, so that activations of one chunk exist at a time. Within a chunk, sub-layers are
-recomputed as usual.
+A stage sends all chunks' outputs as one tensor, so that the pipeline sees one micro-batch, and the last stage computes
+the loss over all tokens together. With any `parallel.recompute`, a chunk saves only its input stream and initial states
+and runs again in backward, so that one chunk's activations exist at a time. Within a chunk, sub-layers are recomputed
+as usual.
 """
 
 from __future__ import annotations

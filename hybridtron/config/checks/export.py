@@ -1,4 +1,4 @@
-"""Rules of `phases.N.export`, checked before training so that its export cannot fail for a known reason."""
+"""Rules for `phases.N.export`, checked before training so that its export cannot fail for a known reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rules of a layout: the model, the batch and the processes must divide evenly as `parallel` says.
+"""Rules for a layout: the model, the batch and the processes must divide evenly as `parallel` says.
 
 Tensor-parallel ranks must get equal shares of every layer. Every pipeline stage must get a sub-layer. Every
-data-parallel rank must get the same number of micro-batches, and a number that the pipeline's schedule can run.
+data-parallel rank must get equally many micro-batches, and a number that the pipeline's schedule can run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
 def _offload(phase: ResolvedPhase) -> Iterator[Problem]:
     """Check the settings that offloading needs.
 
-    Offloading moves tensors that autograd saves, by hooks that torch.compile cannot trace. Recomputation saves none.
+    Offloading moves tensors that autograd saves, by hooks that torch.compile cannot trace. With recomputation there are
+    no such tensors.
     """
     parallel = phase.config.parallel
     others = {
@@ -99,7 +100,7 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _context(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Check that every layer supports context parallelism, and that the ranks divide each row evenly."""
+    """Check that every layer supports context parallelism and the ranks divide each row evenly."""
     context, length = phase.config.parallel.context, phase.settings.seq_len
     if context == 1 or phase.arch is None:
         return
@@ -175,9 +176,9 @@ def _batches(phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
 
 
 def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
-    """Check that every data-parallel rank gets the same number of micro-batches.
+    """Check that every data-parallel rank gets equally many micro-batches.
 
-    With virtual stages, that number must be a multiple of the pipeline's size.
+    With virtual stages, their number must be a multiple of the pipeline's size.
     """
     parallel, micro = phase.config.parallel, phase.settings.micro_batch
     chunks = phase.states.chunks  # consecutive chunks of a lane count as rows of the batch

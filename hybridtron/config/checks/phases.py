@@ -1,4 +1,4 @@
-"""Rules of `phases`: the data and learning rate of each, and the changes allowed from one to the next."""
+"""Rules for `phases`: each one's data and learning rate, and the changes allowed from one to the next."""
 
 from __future__ import annotations
 

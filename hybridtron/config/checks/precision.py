@@ -1,7 +1,7 @@
-"""Rules of `precision`: FP8 must be available, and every FP8 product needs sides of the right multiples.
+"""Rules for `precision`: FP8 must be available, and every FP8 product needs sides that FP8 can use.
 
 An FP8 product is computed in tiles. The rows and columns of each weight, as one rank holds it, must be multiples of
-`FP8_MULTIPLES`, and so must the tokens of one forward pass. A fused projection counts as one matrix. Only torch knows
+`FP8_MULTIPLES`, and so must the tokens in one forward pass. A fused projection counts as one matrix. Only torch knows
 if the device can multiply in FP8: a run asks `parallel/transformer_engine.py` before processes connect.
 """
 
@@ -99,7 +99,7 @@ def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
-    """Check that FP8 can use the sides of each rank's shard of every FP8 weight."""
+    """Check that FP8 can use each rank's shard of every FP8 weight."""
     name, multiple = config.precision.name, FP8_MULTIPLES[config.precision.name]
     width, tensor = config.model.width, config.parallel.tensor
     if width % multiple:

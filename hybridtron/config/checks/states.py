@@ -1,4 +1,4 @@
-"""Rules of `states`: which states can be carried from row to row, and the order of data that this needs."""
+"""Rules for `states`: which states can be carried from row to row, and the data order that this needs."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Loader:
             generator=torch.Generator(),  # otherwise each start would draw from training's random numbers
         )
         others = set(multiprocessing.active_children())
-        with unheard({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):  # a stopping run still needs rows
+        with unheard({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):  # a run that is stopping needs rows
             iterator = iter(loader)
         try:
             yield from iterator

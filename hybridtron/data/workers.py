@@ -51,7 +51,7 @@ def side_by_side(
     crew: dict[Connection, BaseProcess] = {}
     waiting = enumerate(tasks)
     try:
-        with unheard({signal.SIGINT}):  # Ctrl-C reaches all processes; this process ends the workers
+        with unheard({signal.SIGINT}):  # Ctrl-C reaches every process; this one ends the workers
             for _ in range(min(workers, len(tasks))):
                 ours, theirs = context.Pipe()
                 crew[ours] = context.Process(target=_serve, args=(work, theirs), daemon=True)

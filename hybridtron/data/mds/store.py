@@ -50,7 +50,7 @@ class _Mapped(NamedTuple):
 
 
 class DocumentStore:
-    """Reads the documents in one split of a source."""
+    """Reader for the documents in one split of a source."""
 
     def __init__(self, folder: TokenFolder, split: str, source: str, cache: CacheOptions) -> None:
         manifest = folder.manifest

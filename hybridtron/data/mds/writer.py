@@ -20,7 +20,9 @@ from hybridtron.storage.digest import digest_of
 
 
 class ShardWriter:
-    """Collects documents, and writes a shard before it would exceed `size_limit` bytes, uncompressed.
+    """Writer of MDS shards.
+
+    A shard ends before the next document would make it exceed `size_limit` bytes, uncompressed.
 
     part: prefix of its shards' names
     masked: whether each document has a mask beside its tokens

@@ -55,7 +55,7 @@ class _Block(NamedTuple):
 
 
 class Mixture:
-    """Assigns training rows to sources: row -> (source, number among the source's rows)."""
+    """Assignment of training rows to sources: row -> (source, number among the source's rows)."""
 
     def __init__(self, weights: Sequence[float], rows_per_step: int, seed: int) -> None:
         self._borders = cumulated(weights)

@@ -82,7 +82,7 @@ class DocumentStream:
 
     def __init__(self, source: DocumentStore, shuffle_tokens: int = 1, seed: int | None = None) -> None:
         self._lengths, self._shard_tokens = source.lengths, np.asarray(source.shard_tokens, dtype=np.int64)
-        self._borders = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))  # shard boundaries
+        self._borders = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))  # shards' first documents
         if len(source.lengths) == 0:
             raise ValueError("the source has no documents")
         self.tokens_per_epoch = int(self._shard_tokens.sum())

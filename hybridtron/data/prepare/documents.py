@@ -142,7 +142,7 @@ class Tally:
         return not empty
 
     def reject(self, where: str, why: str) -> None:
-        """Count a bad entry; raise InputError if all entries were bad so far, and there are HOPELESS of them."""
+        """Count a bad entry; raise InputError if the first HOPELESS entries are all bad."""
         self.bad += 1
         if len(self.examples) < SHOWN:
             self.examples.append(f"{where}: {why[:200]}")

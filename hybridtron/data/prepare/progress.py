@@ -15,7 +15,7 @@ EVERY = 30.0  # seconds between lines where there is no terminal
 
 
 class PrepareProgress:
-    """Counts bytes and inputs, including those of the earlier calls that it resumes, and this call's tokens."""
+    """Display of a preparation's progress. Bytes and inputs include those of resumed calls; tokens are this call's."""
 
     def __init__(self, job: PrepareJob, finished: Collection[int]) -> None:
         self.job = job

@@ -39,7 +39,7 @@ class Unparsed(ValueError):
 
 
 class TemplateProcess:
-    """Renders one template in a process of its own, which starts with the first request.
+    """Renderer for one template, in a process of its own that starts with the first request.
 
     lost: number of processes that the template has ended
     """
@@ -86,7 +86,7 @@ class TemplateProcess:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(PROGRAM)],  # -P: the program's folder has modules with others' names
+            [sys.executable, "-P", str(PROGRAM)],  # -P: the program's folder would shadow other modules
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

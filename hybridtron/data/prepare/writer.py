@@ -47,7 +47,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 class PartWriter:
-    """Writes the documents of one part below `folder`.
+    """Writer for the documents of one part, below `folder`.
 
     Tokens already end in eos; with `masked` each document has a mask.
     """

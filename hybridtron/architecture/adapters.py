@@ -74,7 +74,7 @@ class AdaptersConfig:
 
 
 def is_adapter(key: str) -> bool:
-    """Return True for the names of adapter weights, of their parts, and of their optimizer tensors."""
+    """Return True for names of adapter weights, their parts and their optimizer tensors."""
     return ".adapter." in key
 
 

@@ -81,7 +81,7 @@ class HeadsSpec(MixerSpec):
         return self.rope if isinstance(self.rope, RopeOptions) else None
 
     def query_factor(self, head_dim: int) -> float:
-        """Return the factor of queries, in addition to the head_dim^-0.5 of the attention op."""
+        """Return the factor by which queries are multiplied, on top of head_dim^-0.5 in the attention op."""
         return 1.0 if self.scale is None else self.scale * head_dim**0.5
 
     def groups(self) -> int:
@@ -95,7 +95,7 @@ class HeadsSpec(MixerSpec):
         return self.rotary_dim or self.head(model)
 
     def channels(self, model: ModelSizes) -> tuple[int, int]:
-        """Return the total width of all query heads, and that of all key (or value) heads."""
+        """Return the total width of all query heads, and of all key (or value) heads."""
         return self.heads * self.head(model), self.groups() * self.head(model)
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:

@@ -101,7 +101,7 @@ class Parameter(Sharded):
         return {f"{name}.{part}": (rows, *self.shape[1:]) for part, rows in self.parts}
 
     def share_shape(self, layout: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of a rank's shard, given the number of ranks in each dimension of the layout."""
+        """Return the shape of a rank's shard in a layout, given as the number of ranks in each dimension."""
         shape = list(self.shape)
         for cut in self.active_cuts(layout):
             shape[cut.axis] //= layout[cut.over]

@@ -28,12 +28,12 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Projection(Uniform):
-    """Uniform initialisation of a projection; `model.init` may replace it for all projections."""
+    """Uniform initialisation of a projection; `model.init` may replace it everywhere."""
 
 
 @dataclass(frozen=True)
 class OutputProjection(Uniform):
-    """Uniform initialisation of a sub-layer's output projection; `model.init` may replace it for all of them."""
+    """Uniform initialisation of a sub-layer's output projection; `model.init` may replace it everywhere."""
 
 
 @dataclass(frozen=True)

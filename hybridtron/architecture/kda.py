@@ -46,7 +46,7 @@ class KDASpec(DeltaRuleSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return the names of Kimi Linear's code; in flash-linear-attention each pair of projections is a sequence."""
+        """Return the names in Kimi Linear's code; in flash-linear-attention each pair of projections is a sequence."""
         return super().exported_names(model) | {
             "f_a_proj.weight": ("decay_down.weight",),
             "f_b_proj.weight": ("decay_up.weight",),

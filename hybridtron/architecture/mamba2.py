@@ -44,8 +44,7 @@ class ProjectionMultipliers:
 
 @dataclass(frozen=True)
 class Mamba2Spec(RecurrenceSpec):
-    """Options of a Mamba-2 mixer. `state` is the size n, `head_dim` the channels of a head; A starts in [a_min,
-    a_max].
+    """Options of a Mamba-2 mixer. `state` is the size n; -A starts in [a_min, a_max].
 
     FLOPs are those of the chunked form with full CHUNK x CHUNK tiles, as its kernels compute them.
     """

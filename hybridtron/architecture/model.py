@@ -1,4 +1,4 @@
-"""Recipe keys that describe the model: sizes, the pattern of letters, and the mixer of each letter."""
+"""Recipe keys that describe the model: sizes, the pattern of letters, and each letter's mixer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 @dataclass
 class ModelConfig:
-    """The architecture: a pattern of letters, and the mixer of each letter (`kind` and its options)."""
+    """The architecture: a pattern of letters, and each letter's mixer (`kind` and its options)."""
 
     width: Annotated[int, at_least(1)] = MISSING  # channels of the residual stream
     vocab_size: Annotated[int, at_least(1)] = MISSING  # tokens of the vocabulary; must be at least the tokenizer's

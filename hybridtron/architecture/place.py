@@ -14,7 +14,7 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class PlaceSpec:
-    """Placement options of a letter, which every kind of mixer has."""
+    """Placement options, which every kind of mixer has."""
 
     feeds_next: ClassVar[bool] = False  # a feeder: reads stream and embedding; only the next sub-layer reads its output
     norm_after: bool = field(default=False, kw_only=True)  # norm the mixer's output instead of its input

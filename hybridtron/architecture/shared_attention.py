@@ -31,7 +31,7 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class SharedBlockSpec(HeadsSpec):
-    """Options of the shared MLP and of each sub-layer's own weights, in addition to those of attention."""
+    """Options of the shared MLP and each sub-layer's own weights; `HeadsSpec` has those of attention."""
 
     feeds_next: ClassVar[bool] = True
     projects_input: ClassVar[bool] = False  # a norm reads stream and embedding first

@@ -1,34 +1,34 @@
 """Span-expanded attention (SE-Attn): attention inside chunks, and to the most relevant blocks of the past.
 
-    q, k, v  as attention's, rotary positions and short convolutions included
+    q, k, v  as in attention, rotary positions and short convolutions included
     y_i = out(softmax over the tokens that i sees of (q_i . k_j / sqrt(head_dim)) v_j)
 
-Token i sees the tokens of its chunk up to itself, and `blocks` blocks of `block` tokens that end before its chunk
-begins. Chunks are counted from the start of the document. Each has `chunk` tokens, or a size drawn from a list in every
-step, for each micro-batch (`draw: batch`) or for every layer separately (`layer`). `memory` selects the blocks:
+Token i sees its chunk up to itself, and `blocks` blocks of `block` tokens that end before its chunk begins. Chunks are
+counted from the document's start. Each has `chunk` tokens, or a size drawn from a list in every step, for each
+micro-batch (`draw: batch`) or for every layer separately (`layer`). `memory` selects the blocks:
 
-    span      largest relevance: the sum of the chunk's queries, times the mean of the outputs of the block's tokens in
-              non-causal attention to the block. Each key/value head selects by its own query heads
+    span      largest relevance: the chunk's summed queries, times the mean output of the block's tokens in non-causal
+              attention to the block. Each key/value head selects by its own query heads
     landmark  as span, but a fixed random vector per head attends to the block instead of its tokens (SE-Attn-LM)
     random    random blocks
     none      no blocks: chunks are independent (SE-Attn-NoMem)
-    shifted   no blocks either, but in the second half of the heads chunks begin half a chunk earlier (S2-Attn)
+    shifted   no blocks either, but for half of the heads chunks begin half a chunk earlier (S2-Attn)
 
-`relevance: chunk` is the paper's: all queries of a chunk select, so that early tokens of a chunk depend on later ones
-through the selection. It is causal from chunk to chunk, and inside a chunk only for given selections. With `relevance:
-previous_chunk` the queries of the previous chunk select, and no token ever depends on a later one.
+With `relevance: chunk`, as in the paper, all queries in a chunk select, so that early tokens depend on later ones in
+their chunk through the selection. It is causal from chunk to chunk, and inside a chunk only for given selections. With
+`relevance: previous_chunk` the previous chunk's queries select, and no token ever depends on a later one.
 
 `eval: full` is the paper's evaluation: full attention, in generation too; `span` keeps to the blocks, with the largest
 chunk. The weights are those of attention.
 
 A state that training carries holds the current chunk and the `remember` tokens before it; a row may select blocks from
 these alone, and the state's size never changes. Outside training, with `eval: span`, a state holds the keys and values
-of the full document, as full attention's does, and every block can be selected.
+of the full document, as in full attention, and every block can be selected.
 
 Where the previous chunk selects, or relevance decides nothing, rows may be cut anywhere: generation token by token
-equals reading the full row. Under `relevance: chunk` rows may be cut only at multiples of the chunks, because a part of
-a chunk lacks the queries of the rest: it selects by the queries it has, and so does a generated token. A document that
-begins in mid-row may end its row in mid-chunk, with the same effect.
+equals reading the full row. Under `relevance: chunk` rows may be cut only at multiples of the chunks: a partial chunk
+lacks the remaining queries and selects by those it has, and so does a generated token. A document that begins in
+mid-row may end its row in mid-chunk, with the same effect.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hybridtron.problems import Problem, choice
 
 @dataclass(frozen=True)
 class SpanSpec(HeadsSpec):
-    """Options of span-expanded attention, in addition to those of every attention."""
+    """Options of span-expanded attention; `HeadsSpec` has those of every attention."""
 
     kind: ClassVar[str] = "span"
     module: ClassVar[str] = "hybridtron.mixers.span:SpanAttention"

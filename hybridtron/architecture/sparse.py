@@ -6,12 +6,13 @@
 
 One pattern selects at most `keys` tokens for all channels of a group:
 
-    window, dilated        the last tokens; the last tokens at multiples of `stride`
-    window_dilated, sink_window   half of the keys for the last tokens, half for those at multiples of `stride`, or for
-                           the first tokens
-    lsh                    the last tokens whose key falls into the query's bin of a random hash
-    ks                     those of largest score: a small MLP reads the key and the normed sum of all queries so far
-    hax                    lsh and ks, half of the keys each
+    window          the last tokens
+    dilated         the last tokens at multiples of `stride`
+    window_dilated  half of the keys for each of these two
+    sink_window     half of the keys for the last tokens, half for the first tokens
+    lsh             the last tokens whose key falls into the query's bin of a random hash
+    ks              the tokens of largest score: a small MLP reads the key and the normed sum of all queries so far
+    hax             lsh and ks, half of the keys each
 
 Queries and keys are projections of x (`projected`; `k|q`, without a bias), the paper's choice for mamba. Alternatively
 they are the recurrence's C and B, by state-space duality, group by group; this is the default on mamba2.

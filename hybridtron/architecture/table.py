@@ -85,7 +85,7 @@ class Architecture:
 
     @property
     def by_letter(self) -> dict[str, MixerSpec]:
-        """Spec of each letter in the pattern, in the order of first appearance."""
+        """Spec of each letter in the pattern, ordered by first appearance."""
         return dict(zip(self.letters, self.specs, strict=True))
 
 
@@ -165,7 +165,7 @@ def weight_name(arch: Architecture, index: int, key: str) -> str:
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
     """Replace the initialisation of projections by lit-gpt's.
 
-    Its number of blocks is that of sub-layers with a state other than a convolution's, without parallel branches.
+    As blocks count sub-layers that have a state other than a convolution's, except parallel branches.
     """
     width = arch.sizes.width
     states = [spec.state_parts(arch.sizes).values() for spec in arch.specs if not spec.beside]

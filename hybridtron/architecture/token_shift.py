@@ -1,4 +1,4 @@
-"""Token shift of RWKV's mixers: each channel of a token is interpolated with the same channel of the previous token.
+"""Token shift in RWKV's mixers: each channel is interpolated with its value at the previous token.
 
 x_t + mix (x_{t-1} - x_t)
 """

@@ -36,9 +36,9 @@ def block(key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: Tenso
 def weight_blocks(
     name: str, rectangles: Iterable[Rectangle], parameter: Parameter, mesh: Mesh, main: bool = True
 ) -> list[ShardedTensor]:
-    """Return the blocks for a weight, or for a tensor of its size, from rectangles of this rank's shard.
+    """Return the blocks for a weight, or an equally large tensor, from rectangles of this rank's shard.
 
-    `main` is True on the one rank that writes these blocks, out of all ranks that hold them.
+    `main` is True on the one rank that writes these blocks, among all ranks that hold them.
     """
     for each in parameter.active_cuts(mesh_sizes(mesh)):
         runs = held_runs(parameter, each, mesh[each.over])
@@ -108,7 +108,7 @@ def full_rectangle(tensor: Tensor) -> Rectangle:
 
 
 def flat_rectangles(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[Rectangle]:
-    """Yield the entries of a flattened tensor from `start` on, as rectangles of the tensor with this shape."""
+    """Yield the entries of a flattened tensor from `start` on, as rectangles of the original shape."""
     if len(shape) == 1:
         yield Rectangle((start,), flat)
         return

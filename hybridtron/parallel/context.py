@@ -1,15 +1,14 @@
 """Context parallelism: each rank holds a sequence shard, in order, and layers exchange the earlier tokens they read.
 
-    recurrences     are affine in their state: a shard maps h to T h + e. From T and e of the shards before it a rank
+    recurrences     are affine in their state: a shard maps h to T h + e. From T and e of all earlier shards a rank
                     computes the state at the start of its own shard, and scans from there
-    convolutions    a halo: the last tokens of the previous shard, or of several where the window is longer than a shard
+    convolutions    a halo: the last tokens of the previous shard, or of several if the window is longer than a shard
     attention       keys and values likewise: those in the window, or all of them
-    spans           all earlier keys and values, and the block summaries of every shard, from which blocks are selected
+    spans           all earlier keys and values, and every shard's block summaries, from which blocks are selected
     sparse          from every earlier shard the keys that later queries can still see (`ops/sparse/memory.py`)
 
-Gradients flow back through the same exchange. The states at the start and at the end of a row are the same on all
-ranks of a group. Document boundaries are those of the full row: nothing reaches a shard that begins with another
-document.
+Gradients flow back through the same exchange. All ranks of a group have the row's initial and final states. Document
+boundaries are those of the full row: nothing reaches a shard that begins with another document.
 
 Legend: B rows, L tokens of a shard, T earlier tokens that a layer reads, C any other axes.
 """
@@ -64,7 +63,7 @@ def own_tokens(length: int, context: ContextGroup) -> slice:
 
 
 def seq_of_share(seq: SeqInfo, context: ContextGroup) -> SeqInfo:
-    """Return the `SeqInfo` of this rank's sequence shard, from that of full rows."""
+    """Return the `SeqInfo` for this rank's sequence shard, cut from the full rows' one."""
     documents_BL, (rows, length) = seq.documents_BL, seq.positions_BL.shape
     here, device = own_tokens(length, context), seq.positions_BL.device
     first, each = here.start, here.stop - here.start

@@ -28,10 +28,10 @@ from hybridtron.parallel.accumulate import weight_gradient
 
 @dataclass(frozen=True)
 class Entry:
-    """Communication and splitting of a mixer's products: the tensor-parallel group, and the parts of each product.
+    """Communication and splitting of a mixer's products: the tensor-parallel group, and each product's parts.
 
-    `group` is None for a single rank. `sequence`: each rank holds some of the tokens, so they are gathered. `again`:
-    they are gathered again in backward instead of being saved. `sizes`: for each product the channels of its parts.
+    `group` is None for a single rank. `sequence`: each rank holds only some tokens, so they are gathered. `again`: they
+    are gathered again in backward instead of being saved. `sizes`: for each product its parts' channels.
     """
 
     group: dist.ProcessGroup | None

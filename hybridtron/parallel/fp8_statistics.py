@@ -1,6 +1,6 @@
-"""Statistics of delayed FP8 scaling: the largest |x|, |W| and |dy| of every projection over the last steps.
+"""Statistics of delayed FP8 scaling: every projection's largest |x|, |W| and |dy| over the last steps.
 
-    history_3H    by role; the first entry is the maximum of the current step, the others those of the steps before it,
+    history_3H    by role; the first entry is the current step's maximum, the others those of the steps before it,
                   the newest last (Transformer Engine's order)
     scale_3       range / max(history), as of the last accepted step
 
@@ -8,7 +8,7 @@ Within a step scales are fixed and maxima only rise. A forward pass that runs ag
 micro-batches) therefore changes nothing that the first pass has not changed. When the step is accepted, maxima are
 reduced over all tensor- and data-parallel ranks, which therefore hold the same values: a weight's maximum is that of
 the full weight, in every layout. Then the new scales are computed, and the histories shift by one step. Refused steps
-and evaluations leave no trace. A maximum of zero, or one that is not finite, leaves the scale unchanged.
+and evaluations leave no trace. A maximum that is zero or not finite leaves the scale unchanged.
 """
 
 from __future__ import annotations

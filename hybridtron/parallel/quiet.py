@@ -1,4 +1,4 @@
-"""Hides known warnings; the first import of the server that forks the workers, a process of ours alone."""
+"""Hides known warnings; the server that forks the workers imports this file first."""
 
 from hybridtron.requirements import hide_known_warnings
 

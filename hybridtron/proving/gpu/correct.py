@@ -137,7 +137,7 @@ def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
 
 
 def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
-    """Return the errors of adapters, and those of ops without a mixer."""
+    """Return the errors of adapters, and those of all ops that mixers do not call."""
     device, found = compute_device(), list[Found]()
     for dtype in TOLERANCES:
         for what, options in ADAPTERS.items():

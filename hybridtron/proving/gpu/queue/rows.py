@@ -1,7 +1,7 @@
 """Rows of measurements as JSON lines: writing each to disk before the next measurement begins, and reading a folder.
 
 A run of the queue appends to its own file, so that results are added to a folder and never overwritten. A row names its
-part and what it `is`:
+part and its kind (`is`):
 
     begin       the code's digest, the card, commit and versions that all rows up to `end` belong to
     measured    a case, and its numbers

@@ -13,7 +13,7 @@ from hybridtron.nested import NotParsed, yaml_of
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.regular_files import read_regular
 
-GREATEST = 2**20  # bytes
+GREATEST = 2**20  # bytes; a larger file is refused
 
 
 def read_keys(path: Path, known: Collection[str], where: str = "") -> dict[str, Any]:

@@ -28,7 +28,7 @@ OWN = Path("configs")
 COMPLETE = "complete.txt"
 """Marks a copy of configs/ that includes the user's files, such as a job's code; no other folder is read then."""
 
-GREATEST = 2**20  # bytes
+GREATEST = 2**20  # bytes; a larger file is refused
 NEAREST = 5
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 

@@ -22,7 +22,7 @@ from hybridtron.config.schema import Config
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.regular_files import read_regular
 
-GREATEST = 2**24  # bytes
+GREATEST = 2**24  # bytes; a larger file is refused
 SECRET = re.compile(
     r"secret|passw|passphrase|token(?!iz)|cred(s|ential)|(api|access|private)key"
     r"|(^|_)(key|keys|pat|auth|sas)(_|$)|_pwd(_|$)",  # PWD alone is the working folder

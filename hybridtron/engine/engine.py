@@ -78,7 +78,7 @@ class Engine:
         self.rounded = [module for _, module in modules if isinstance(module, CachedWeight)]
         self.guard = Guard(config.optim.spike)
         self.readers: Sequence[Future[Any]] = ()  # copies of weights and moments; an update waits until they are done
-        self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # of the current step
+        self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # sums of the current step
         self.mean_loss = 0.0  # per token, of the last step, accepted or refused; nan if no token counted
         self.learned = 0  # tokens that counted in that loss
         names = {name for spec in architecture(config.model).specs for name in spec.auxiliary}

@@ -29,7 +29,7 @@ from hybridtron.ops.rope import frequencies
 from hybridtron.parallel.adapters import Adapter
 from hybridtron.parallel.linear import SINGLE_RANK
 
-MOST_BYTES = 2**26  # of weights; larger models spend their time in products, for which torch has threads
+MOST_BYTES = 2**26  # size limit of the weights; larger models spend their time in products, which torch threads
 VECTOR = 16  # the largest SIMD width in numbers; the sizes of vectors must be multiples of it
 SCAN, WINDOW, GATED = range(3)
 

@@ -121,7 +121,7 @@ def _is_recipes_path(path: str) -> bool:
 def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
     """Check that an embedded corpus will have enough text, before it is prepared.
 
-    A token is at least one byte, so no vocabulary makes more tokens than the text has bytes.
+    A token other than eos is at least one byte, so the text's bytes bound the tokens that any vocabulary makes.
     """
     data = phase.data
     try:

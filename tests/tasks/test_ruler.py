@@ -69,6 +69,18 @@ def test_depths_are_40_of_100_percent() -> None:
     assert (len(set(DEPTHS)), DEPTHS[:3], DEPTHS[-2:]) == (40, (0, 3, 5), (97, 100))
 
 
+@pytest.mark.parametrize("options", [["num_values=41"], ["num_keys=41"], ["num_queries=11", "num_values=4"]])
+def test_an_essay_has_places_for_40_needles(options: list[str]) -> None:
+    """One more is refused with its options and the cure; 40 fit, and 41 lines of noise hold 41."""
+    base = ["keys=uuids", "num_keys=1", "num_queries=1", "num_values=1"]
+    with pytest.raises(TaskError, match=rf"{options[0]}\b.*=essay .*40 needles, not for 4[14];.*haystack=noise"):
+        named("niah_multivalue", [*base, *options]).sample(0, 0, BYTES, 30000)
+    wider = named("niah_multivalue", [*base, *options, "haystack=noise"]).sample(0, 0, BYTES, 30000)
+    assert len(wider.meta["hidden"]) in (41, 44)
+    most = named("niah_multivalue", [*base, "num_values=40"]).sample(0, 0, BYTES, 30000)
+    assert len(most.meta["hidden"]) == 40
+
+
 def test_a_haystack_of_needles_has_no_second_value_of_the_key() -> None:
     for index in range(5):
         sample = named("niah_multikey_2").sample(0, index, BYTES, 20000)

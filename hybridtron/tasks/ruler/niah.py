@@ -81,8 +81,15 @@ class Needles(RulerTask):
                 raise TaskError(f"{self.name}: {option}={value}: is {', '.join(known)}")
         if min(self.num_keys, self.num_values, self.num_queries) < 1:
             raise TaskError(f"{self.name}: num_keys, num_values and num_queries are at least 1")
-        if max(self.num_keys, self.num_queries) * self.num_values > MOST_NEEDLES:
+        needles = max(self.num_keys, self.num_queries) * self.num_values
+        if needles > MOST_NEEDLES:
             raise TaskError(f"{self.name}: keys times values must be at most {MOST_NEEDLES:,}")
+        if self.haystack == "essay" and needles > len(DEPTHS):
+            options = f"num_keys={self.num_keys} num_queries={self.num_queries} num_values={self.num_values}"
+            raise TaskError(
+                f"{self.name}: {options}: haystack=essay has places for {len(DEPTHS)} needles, not for {needles:,}; "
+                "ask for fewer, or set haystack=noise or haystack=needle"
+            )
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         keys: list[str] = []
@@ -149,9 +156,9 @@ class NeedleByDepth(Needles):
         return "one number in noise or essays, by depth and length"
 
     def check(self, length: int) -> None:
-        super().check(length)
         if self.haystack == "needle" or max(self.num_keys, self.num_values, self.num_queries) > 1:
             raise TaskError(f"{self.name}: hides one needle, haystack=noise or haystack=essay")
+        super().check(length)
 
     def places(self, needles: int, lines: int, random: Random, index: int) -> list[int]:
         return [round(depth_of(index, self.depth_steps, random) * lines)]

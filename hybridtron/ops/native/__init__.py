@@ -1,1 +1,1 @@
-"""Compiled CPU forms of the ops: C++ sources, and what builds them at first use."""
+"""Compiled CPU forms of the ops: C++ sources, and the code that builds them at first use."""

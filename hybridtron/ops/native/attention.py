@@ -1,6 +1,7 @@
-"""Compiled attention (`attention.h`) as an operation with gradients: what windows, documents and spans have in common.
+"""Compiled attention (`attention.h`) as an autograd function, for windows, packed documents and span attention alike.
 
-Forward keeps its inputs, its output and the log-sum-exp of every query, as flash attention does.
+Queries are computed in pieces: up to `most_queries()` consecutive tokens of a row. Forward keeps its inputs, its output
+and the log-sum-exp of every query, as flash attention does.
 
 Legend: B rows, L tokens, H query heads, G key/value heads, K head size, S keys of which the row's own are the last L;
 P pieces, C places of chosen blocks.
@@ -20,16 +21,16 @@ from hybridtron.ops.native.library import call, constant, threads
 from hybridtron.ops.native.tensors import KINDS, Tokens, address, like, readable, scalar
 from hybridtron.ops.precision import wide_type
 
-WORTH = 2**14  # numbers of queries that are worth a thread
+WORTH = 2**14  # entries of the queries that repay one more thread
 
 
 class AttentionPlan(NamedTuple):
-    """Which tokens make a piece, and which keys they read; int64, as `Attention` in attention.h has it."""
+    """The tokens of each piece and the keys that they read, in int64: fields of `Attention` in attention.h."""
 
-    pieces_P5: Tensor
-    begins: Tensor  # (B + 1,)
-    first_BL: Tensor
-    chosen_CG: Tensor | None = None
+    pieces_P5: Tensor  # row, first token, number of tokens, place of its chosen blocks, number of chosen blocks
+    begins: Tensor  # (B + 1,): index of each row's first piece
+    first_BL: Tensor  # index among all keys of the first that a query reads besides chosen blocks
+    chosen_CG: Tensor | None = None  # first key of a chosen block; negative for none
     block: int = 0
 
 
@@ -45,18 +46,18 @@ class AttentionTask(ctypes.Structure):
 
 
 def unsupported_types(*tensors: Tensor) -> str | None:
-    """Why tensors of their types can't be taken, or None."""
+    """Return why the compiled form can't take tensors of these types, or None if it can."""
     return None if all(tensor.dtype in KINDS for tensor in tensors) else "takes fp32, float64 and bf16"
 
 
 def attend(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, plan: AttentionPlan) -> Tensor:
-    """The heads' outputs, in the type of the queries."""
+    """Return the heads' outputs (B, L, H, K), in the type of the queries."""
     return _NativeAttention.apply(plan, q_BLHK, k_BSGK, v_BSGK)
 
 
 @functools.lru_cache(maxsize=16)
 def whole_rows(rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Pieces that are as long as they can be, and where each row's begin."""
+    """Cut rows into pieces of maximum length; return these (B, N, 5) and the index of each row's first piece."""
     starts_N = torch.arange(0, length, most_queries())
     counts_N = (length - starts_N).clamp(max=most_queries())
     pieces_BN5 = torch.zeros(rows, len(starts_N), 5, dtype=torch.int64)
@@ -66,12 +67,12 @@ def whole_rows(rows: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def most_queries() -> int:
-    """Tokens of a piece at most."""
+    """Return the maximum number of tokens in a piece."""
     return constant("attention_piece")
 
 
 class _NativeAttention(torch.autograd.Function):
-    """Keeps inputs, output and log-sum-exps."""
+    """Autograd function that keeps inputs, output and log-sum-exps."""
 
     @staticmethod
     def forward(ctx: Any, plan: AttentionPlan, *given: Tensor) -> Tensor:
@@ -87,9 +88,9 @@ class _NativeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BLHK, k_BSGK, v_BSGK, *made = ctx.saved_tensors  # read once: a sub-layer that runs again hands it out once
+        q_BLHK, k_BSGK, v_BSGK, *made = ctx.saved_tensors  # read once: recomputation returns it only once
         wide, grad_y_BLHK, grad_q_BLHK = wide_type(q_BLHK), readable(grads[0]), like(q_BLHK)
-        grad_k_BSGK, grad_v_BSGK = (like(x, wide).zero_() for x in (k_BSGK, v_BSGK))  # many pieces add to them
+        grad_k_BSGK, grad_v_BSGK = (like(x, wide).zero_() for x in (k_BSGK, v_BSGK))  # several pieces add to them
         task = _task(ctx.plan, q_BLHK, k_BSGK, v_BSGK, *made)
         task.grad_y, task.grad_q = Tokens.of(grad_y_BLHK), Tokens.of(grad_q_BLHK)
         task.grad_k, task.grad_v = Tokens.of(grad_k_BSGK), Tokens.of(grad_v_BSGK)

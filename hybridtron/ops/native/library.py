@@ -1,13 +1,13 @@
-"""The one owner of compiled code: the C++ beside this file, built where it first runs and kept in the user's cache.
+"""Build and load the compiled ops: the C++ beside this file, compiled at first use and kept in the user's cache.
 
-    library()            the functions, or the reason why there are none and the ops run in torch alone
-    call("f", task, n)   one of them, on a structure and n threads
+    library()            the loaded functions, or the reason why there are none and the ops run in torch alone
+    call("f", task, n)   call function f on a task structure with n threads
 
-A build is named by all that it depends on: sources, compiler, flags and the CPU. So a changed compiler, or another kind
-of node on the same home directory, finds no file of its name and makes one; a damaged one is made again
-(`hybridtron/compiled.py`).
+The file name of a build is a digest of everything that it depends on: sources, compiler, flags and CPU. After a change
+of compiler, or on another kind of node that shares the home directory, no file has that name and a new one is built. A
+damaged file is built again (`hybridtron/compiled.py`).
 
-Not here: what the functions compute (the sources), and which op uses them (`native.py` in the ops' folders).
+Not here: the functions' mathematics (the sources), and the ops that use them (`native.py` in the ops' folders).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti",
     "-fPIC", "-pthread", "-w",
 )  # fmt: skip
-"""Not -ffast-math: it folds the sums that round an exponent, and assumes that nothing is infinite."""
+"""Without -ffast-math: it would fold the sums that round an exponent, and assume that no value is infinite."""
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """The functions, or None and why."""
+    """The loaded functions, or None, and how the library was built or why it was not."""
 
     functions: ctypes.CDLL | None
     reason: str
@@ -46,7 +46,7 @@ class NativeLibrary:
 
 @functools.cache
 def library() -> NativeLibrary:
-    """Found or built once for each process; forked children have it from their parent."""
+    """Load the library, building it if needed. Cached per process; forked children inherit it from their parent."""
     try:
         build = Build.here()
         loaded = compiled.load("native", f"{build.digest}.so", build.compile)
@@ -57,13 +57,13 @@ def library() -> NativeLibrary:
 
 
 def missing() -> str | None:
-    """Why compiled forms can't run here, or None."""
+    """Return the reason why compiled forms can't run here, or None if they can."""
     found = library()
     return found.reason if found.functions is None else None
 
 
 def call(name: str, task: ctypes.Structure, threads: int) -> None:
-    """Run a function of the library; ctypes lets other Python threads run meanwhile."""
+    """Run a compiled function; ctypes releases the GIL meanwhile. Raises MemoryError if it gets no scratch memory."""
     functions = library().functions
     assert functions is not None, "missing() says whether there is a library"
     if getattr(functions, name)(ctypes.byref(task), threads) != 0:
@@ -72,20 +72,20 @@ def call(name: str, task: ctypes.Structure, threads: int) -> None:
 
 @functools.cache
 def constant(name: str) -> int:
-    """A size that the sources fix: `chunk_tokens` between kept states, `token_block`, `attention_piece`, ..."""
+    """Return a size that the sources fix: `chunk_tokens` between kept states, `token_block`, `attention_piece`, ..."""
     functions = library().functions
     assert functions is not None, "missing() says whether there is a library"
     return getattr(functions, name)()
 
 
 def token_blocks(tokens: int) -> int:
-    """How many sums over blocks of tokens are made before they are added up."""
+    """Return the number of token blocks: gradients of parameters are summed within each, then over all."""
     return -(-tokens // constant("token_block"))
 
 
 @dataclass(frozen=True)
 class Build:
-    """What a library is made by, and the name that this gives it."""
+    """The compiler, flags and CPU of a build, and the digest that names it."""
 
     compiler: Path
     flags: tuple[str, ...]
@@ -93,7 +93,7 @@ class Build:
 
     @staticmethod
     def here() -> Build:
-        """For this machine. Raises NotBuilt."""
+        """Return the build for this machine. Raises NotBuilt if it has no compiler."""
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
         linked = () if sys.platform == "darwin" else ("-Wl,--as-needed",)
         return Build(compiler(), (*FLAGS, native, *linked), cpu_features())
@@ -112,7 +112,7 @@ class Build:
         return sorted(SOURCES.glob("*.cpp"))
 
     def compile(self, target: Path) -> None:
-        """All sources side by side, into one library. Raises NotBuilt."""
+        """Compile all sources in parallel and link them into one library. Raises NotBuilt if the compiler fails."""
         objects = [target.with_name(f"{source.stem}.o") for source in self.sources]
         with ThreadPoolExecutor(processors()) as pool:
             for _ in pool.map(self._run, [["-c", str(source)] for source in self.sources], objects):
@@ -124,10 +124,13 @@ class Build:
 
 
 def cpu_features() -> str:
-    """What this CPU can compute, in the words of the system: programs built for one kind may end another's process."""
+    """Return the system's description of this CPU's features.
+
+    It is part of a build's name, because code that was compiled for one kind of CPU can crash on another.
+    """
     try:
         with Path("/proc/cpuinfo").open() as file:
-            first = "".join(iter(file.readline, "\n"))  # of one core: a node can have hundreds
+            first = "".join(iter(file.readline, "\n"))  # the first core only: a node can have hundreds
         wanted = ("flags", "features", "model", "cpu part", "isa")
         return "".join(line for line in first.splitlines(True) if line.lower().startswith(wanted))
     except OSError:
@@ -135,7 +138,10 @@ def cpu_features() -> str:
 
 
 def threads(worth: float) -> int:
-    """As many as torch uses (OMP_NUM_THREADS), as the cgroup lets run at once, and as the work is worth."""
+    """Return the number of threads for some work: at most torch's (OMP_NUM_THREADS) and the cgroup's CPU limit.
+
+    `worth` is the amount of work, in units that repay one more thread.
+    """
     return max(1, min(torch.get_num_threads(), _allowed(), 1 + int(worth)))
 
 
@@ -152,14 +158,17 @@ def _allowed() -> int:
 
 
 def cgroups(root: Path, own: str) -> list[Path]:
-    """List the folders whose limits hold for a process, by its /proc/self/cgroup; a container sees the root alone."""
+    """List the cgroup folders whose limits apply to a process; inside a container only the root is visible.
+
+    `own` is the text of its /proc/self/cgroup.
+    """
     below = next((line.removeprefix("0::/") for line in own.splitlines() if line.startswith("0::/")), "")
     folder = root / below
     return [root, *(one for one in (folder, *folder.parents) if root in one.parents and ".." not in one.parts)]
 
 
 def quota(root: Path) -> int:
-    """Processors that a cgroup's limit amounts to; as many as one likes where there is none."""
+    """Return the number of processors that a cgroup's limit allows, rounded up; sys.maxsize without a limit."""
     try:
         if (root / "cpu.max").exists():
             limit, period = (root / "cpu.max").read_text().split()

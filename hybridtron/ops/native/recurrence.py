@@ -1,8 +1,8 @@
-"""The compiled recurrences as one operation with gradients; an op brings its task, and tensors by the task's names.
+"""One autograd function for all compiled recurrences. An op supplies its task structure, and tensors by field name.
 
 Forward keeps its inputs and the state before every chunk of tokens, as the chunked forms do.
 
-Legend: B rows, L tokens, K chunks. A state is (B, ...), whatever an op carries from chunk to chunk.
+Legend: B rows, L tokens, K chunks. A state is (B, ...), with further axes that depend on the op.
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ from hybridtron.ops.native.tensors import LOG2E, Tokens, address, first_part, li
 
 
 class NativeRow(Protocol):
-    """A named tuple of what is differentiated: `dt_BLH` is `dt` of the task, and its gradient `grad_dt`.
+    """A named tuple of the differentiable inputs: `dt_BLH` fills the task's field `dt`, its gradient `grad_dt`.
 
-    The first has y's shape, the last is the state. The others are tokens (`_BL`), and parameters in the type of the
-    state, of which `A` is a rate of decay. None stands for what an op does without.
+    The first field has y's shape, the last is the state. The others are values per token (`_BL` in the name), and
+    parameters in the type of the state; among these `A` is a decay rate. None marks an input that is not used.
     """
 
-    NAME: str  # that of the library's functions, before `_forward` and `_backward`
+    NAME: str  # prefix of the library's functions, before `_forward` and `_backward`
     TASK: type[Any]  # the structure that they take
-    WORTH: int  # tokens times entries of their state that are worth a thread, which takes some 20 us
-    UNITS_OF: str  # the size that is cut into units where several add up gradients of the same tokens, else ""
+    WORTH: int  # tokens times state entries that repay one more thread, which costs some 20 us
+    UNITS_OF: str  # the size whose units all add to the same gradients of `b` and `c`, or "" if the op has no units
 
     def sizes(self) -> dict[str, int]:
-        """The task's numbers, with `rows` and `length`."""
+        """Return the task's integer fields, among them `rows` and `length`."""
         ...
 
     def _asdict(self) -> dict[str, Any]: ...
 
 
 def recurrence(row: NativeRow, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-    """y in the type of the first input, and the state after the last token."""
+    """Run a compiled recurrence; return y in the type of the first input, and the state after the last token."""
     fields = row._asdict().values()
     return _NativeRecurrence.apply(type(row), torch.is_grad_enabled(), starts_of(documents_BL), *fields)
 
 
 def matrix_recurrence(row: NativeRow, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same with a state whose last axis is filled up to whole vectors on the way in, and cut on the way out."""
+    """Run a compiled recurrence over a matrix state; return y and the state after the last token.
+
+    The compiled code takes full SIMD vectors: the state's last axis is padded before the call and cut afterwards.
+    """
     *fields, state = row._asdict().values()
     size, vector = state.shape[-1], constant("vector_bytes") // state.itemsize
     kind: Any = type(row)
@@ -52,7 +55,7 @@ def matrix_recurrence(row: NativeRow, documents_BL: Tensor | None) -> tuple[Tens
 
 
 class _NativeRecurrence(torch.autograd.Function):
-    """Keeps the inputs and the state before each chunk."""
+    """Autograd function that keeps the inputs and the state before each chunk."""
 
     @staticmethod
     def forward(ctx: Any, row_type: Any, recorded: bool, starts_BL: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
@@ -89,13 +92,13 @@ class _NativeRecurrence(torch.autograd.Function):
 
 
 def _as_read(row: Any) -> Any:
-    """As the sources want it: tokens readable, the rest dense, rates in powers of two, and a state to write to."""
+    """Prepare the tensors for the compiled code, with decay rates for 2^x and a copy of the state to write to."""
     *fields, (_, state) = row._asdict().items()
     read = []
     for name, tensor in fields:
         if tensor is None or _by_token(name):
             read.append(None if tensor is None else readable(tensor))
-        elif _short(name) == "A":  # the compiled exponential takes finite numbers
+        elif _short(name) == "A":  # the compiled exponential takes finite numbers only
             read.append((tensor * LOG2E).clamp(-1e30, 1e30).contiguous())
         else:
             read.append(tensor.contiguous())
@@ -103,13 +106,16 @@ def _as_read(row: Any) -> Any:
 
 
 def _task(row: NativeRow, starts_BL: Tensor | None) -> Any:
-    """What forward and backward are given alike."""
+    """Return a task with the fields that forward and backward have in common."""
     fields = {_short(name): _seen(name, tensor) for name, tensor in row._asdict().items()}
     return row.TASK(**row.sizes(), **fields, starts=address(starts_BL))
 
 
 def _room_for_gradients(row: NativeRow) -> dict[str, Tensor | None]:
-    """Of all but the state: as tokens lie, and for parameters sums of every row, which end up in the first."""
+    """Allocate the gradients of all inputs but the state.
+
+    A parameter gets one sum per row; the compiled code finally adds all of them to the first.
+    """
     *fields, (_, state) = row._asdict().items()
     return {
         name: t if t is None else like(t) if _by_token(name) else t.new_zeros(len(state), *t.shape)
@@ -118,7 +124,7 @@ def _room_for_gradients(row: NativeRow) -> dict[str, Tensor | None]:
 
 
 def _call_backward(row: NativeRow, task: Any, state: Tensor) -> None:
-    """Where threads share a row, with room for what each adds to `b` and `c`."""
+    """Run the compiled backward pass; where threads share a row, each unit writes its own gradients of `b` and `c`."""
     crew, shares = _crew(row, task, state), None
     if row.UNITS_OF:
         task.whole_rows = task.rows % crew == 0 or task.rows > 4 * crew
@@ -134,7 +140,7 @@ def _crew(row: NativeRow, task: Any, state: Tensor) -> int:
 
 
 def _short(name: str) -> str:
-    """The task's name of `dt_BLH`."""
+    """Return the name of a task's field without its shape: `dt` for `dt_BLH`."""
     return name.partition("_")[0]
 
 

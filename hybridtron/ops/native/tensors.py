@@ -1,4 +1,4 @@
-"""Tensors as the compiled functions see them: an address, a type, and how far rows and tokens lie apart."""
+"""Descriptions of tensors for the compiled functions: address, type, and the strides of rows and tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from torch import Tensor
 from hybridtron.ops.documents import document_starts
 
 LOG2E = 1.4426950408889634
-"""Decays come to the compiled functions as powers of two."""
+"""Turns a rate of exp into one of 2^x, which is what the compiled recurrences compute."""
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
 class Tokens(ctypes.Structure):
-    """(rows, tokens, ...), whose further axes are dense: `Tokens` in numbers.h. Without a tensor, a null address."""
+    """A tensor (rows, tokens, ...) with dense axes after its tokens: `Tokens` in numbers.h.
+
+    Strides count elements. A null address marks an absent tensor.
+    """
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -32,7 +35,10 @@ class Tokens(ctypes.Structure):
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The same numbers as `Tokens` can describe them: rows and tokens anywhere, and what follows dense."""
+    """Return the tensor in a form that `Tokens` can describe: a known type, and dense axes after rows and tokens.
+
+    It is copied only if its type or strides require that.
+    """
     if tensor.dtype not in KINDS:
         tensor = tensor.float()
     expected = 1
@@ -44,7 +50,7 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for as many numbers, rows and tokens in the same order in memory."""
+    """Allocate a tensor of the same shape, with rows and tokens in the same order in memory."""
     kind = dtype or tensor.dtype
     if tensor.stride(0) >= tensor.stride(1):
         return torch.empty(tensor.shape, dtype=kind)
@@ -52,25 +58,25 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """(rows, tokens, channels) of a tensor of any axes, the last one channels; a view where there is one."""
+    """Return a tensor with any axes before its channels as (rows, tokens, channels), if possible as a view."""
     if tensor.dim() < 3:
         tensor = tensor.reshape(1, -1, tensor.shape[-1])
     return readable(tensor if tensor.dim() == 3 else tensor.flatten(0, -3))
 
 
 def starts_of(documents_BL: Tensor | None) -> Tensor | None:
-    """Which tokens begin a document, as bytes in a row."""
+    """Return a dense boolean mask of the tokens that begin a document, one byte each; None without documents."""
     starts_BL = document_starts(documents_BL)
     return None if starts_BL is None else starts_BL.contiguous()
 
 
 def first_part(parts: Tensor) -> Tensor:
-    """The part that all others were added to; zeros where there was nothing to add up."""
+    """Return the first partial sum, to which the compiled code has added all others; zeros if there is none."""
     return parts[0] if len(parts) else parts.new_zeros(parts.shape[1:])
 
 
 def scalar(dtype: torch.dtype) -> str:
-    """The ending of a function's name, by the type that it computes in."""
+    """Return the suffix of a compiled function's name for the type that it computes in."""
     return "double" if dtype == torch.float64 else "float"
 
 

@@ -1,4 +1,4 @@
-"""Matrix products: of projections, and those that a loss makes by itself."""
+"""Matrix products: those of projections, and those that a loss computes itself."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.product import onednn, reference

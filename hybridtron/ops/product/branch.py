@@ -1,9 +1,9 @@
-"""A projection of what is used besides: on a GPU its gradient is added where that of the other use lies.
+"""A projection whose input has a second consumer: on a GPU its gradient is added in place to that of the other use.
 
     y = x weight^T      grad of x = (grad of x's other use) + (grad of y) weight
 
-Autograd would make both terms and go over them once more to add them up. Here the product adds itself to the first
-term, which must be this tensor's alone: the other use of x writes its gradient into a tensor of its own.
+Autograd would compute the two terms separately and add them in another pass. Here the matrix product accumulates into
+the first term. So nothing else may share that tensor: the other use of x must return its gradient in a new one.
 
 Legend: T any leading axes, I and O channels in and out.
 """
@@ -20,7 +20,7 @@ from hybridtron.ops.product import LinearInputs, linear
 
 
 def branch(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
-    """x, for its other use, and x weight^T."""
+    """Return x, for its other use, and x weight^T."""
     if inputs.x_TI.is_cuda and torch.is_grad_enabled():
         return _Branch.apply(*inputs)
     return inputs.x_TI, linear(inputs)

@@ -1,9 +1,9 @@
-"""fp32 matrix products by oneDNN, which torch brings, on CPUs where MKL leaves half of the vector's width unused.
+"""fp32 matrix products by torch's oneDNN, for CPUs on which MKL leaves half of the vector width unused.
 
-On AMD's CPUs with AVX-512 MKL computes with AVX2 (90 GFLOP/s of one core of a Zen 5, where oneDNN reaches 200). On
-others both are as fast, and torch's own choice stays. The bits do not depend on the number of threads.
+On AMD's CPUs with AVX-512 MKL computes with AVX2 (90 GFLOP/s on one core of a Zen 5, where oneDNN reaches 200). On
+other CPUs both are equally fast, and torch's own choice stays. The bits do not depend on the number of threads.
 
-Long sums, such as a weight's gradient over all tokens, are made of parts: so their rounding errors grow little.
+Long sums, such as a weight's gradient over all tokens, are split into partial sums, so that rounding errors stay small.
 
 Legend as in `reference`.
 """
@@ -21,13 +21,13 @@ from torch.autograd.function import once_differentiable
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.product.reference import LinearInputs, ProductInputs
 
-DEPTH = 512  # terms that are summed up before their sum is added to the others'
-LEAST = 2**22  # multiplications: it takes some 70 us to begin
+DEPTH = 512  # terms of one partial sum
+LEAST = 2**22  # minimum number of multiplications: a call has some 70 us of overhead
 
 
 @functools.cache
 def missing() -> str | None:
-    """Why it is not used on this machine, or None."""
+    """Return why oneDNN is not used on this machine, or None if it is."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return "this torch has no oneDNN"
     try:
@@ -48,7 +48,7 @@ def _unsupported_reason(inputs: LinearInputs | ProductInputs) -> str | None:
 
 
 def matrix_product(inputs: ProductInputs) -> Tensor:
-    """In new memory."""
+    """Return left right in new memory, even if `room_MN` is given."""
     return _times(inputs.left_MK, inputs.right_KN.t())
 
 
@@ -66,7 +66,7 @@ PRODUCT: Implementation[ProductInputs, Tensor] = Implementation(
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps its inputs."""
+    """Autograd function that keeps its inputs."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -83,7 +83,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """left right^T, DEPTH terms at a time. Torch copies a left factor that lies on its side: so the smaller one is."""
+    """Return left right^T, summed DEPTH terms at a time.
+
+    Torch copies a transposed left factor. If the right one is smaller, they change places, and it is copied instead.
+    """
     if left_MK.stride(1) != 1 and len(left_MK) > len(right_NK):
         return _times(right_NK, left_MK).t()
     total_MN: Tensor | None = None
@@ -95,10 +98,10 @@ def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Some channels of a wider tensor can make oneDNN a thousand times slower; a matrix on its side does not."""
+    """Return a dense matrix, possibly transposed; oneDNN can be a thousand times slower on slices of wider tensors."""
     return x if x.t().is_contiguous() else x.contiguous()
 
 
 def _flat(x: Tensor) -> Tensor:
-    """All tokens on one axis, dense."""
+    """Return all tokens on one axis, dense: (tokens, channels)."""
     return x.reshape(-1, x.shape[-1]).contiguous()

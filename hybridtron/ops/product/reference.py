@@ -1,4 +1,4 @@
-"""Matrix products as torch makes them: by MKL on most CPUs, by cuBLAS on CUDA.
+"""Matrix products as torch computes them: by MKL on most CPUs, by cuBLAS on CUDA.
 
     linear:          y = x weight^T, over the last axis of x
     matrix_product:  left right, without gradients of its own
@@ -16,14 +16,14 @@ from torch.nn import functional
 
 
 class LinearInputs(NamedTuple):
-    """What is projected, and the weight."""
+    """The input and the weight of a projection."""
 
     x_TI: Tensor
     weight_OI: Tensor
 
 
 class ProductInputs(NamedTuple):
-    """Both factors, and where the product may be written."""
+    """Both factors of a product, and optionally a tensor that the product may be written to."""
 
     left_MK: Tensor
     right_KN: Tensor
@@ -31,10 +31,10 @@ class ProductInputs(NamedTuple):
 
 
 def linear(inputs: LinearInputs) -> Tensor:
-    """x weight^T."""
+    """Return x weight^T."""
     return functional.linear(*inputs)
 
 
 def matrix_product(inputs: ProductInputs) -> Tensor:
-    """left right."""
+    """Return left right, written to `room_MN` if it is given."""
     return torch.mm(inputs.left_MK, inputs.right_KN, out=inputs.room_MN)

@@ -1,7 +1,7 @@
-"""A product that adds itself to a sum, which may be of a wider type.
+"""A matrix product that accumulates into a sum, possibly of a wider type.
 
-On a GPU it does so while it is made: the sum is read and written once, and the product is never rounded to the narrower
-type. Elsewhere the product is made first.
+On a GPU one kernel does both: the sum is read and written once, and the product is never rounded to the narrower type.
+On a CPU, and for a wider sum before torch 2.13, the product is computed first.
 
 Legend as in `reference`.
 """
@@ -15,11 +15,11 @@ from torch import Tensor
 from hybridtron.ops.product import ProductInputs, matrix_product
 
 SUMS_WIDER = Version(torch.__version__).release >= (2, 13)
-"""Whether torch can follow the shapes of a product that adds itself to a sum of another type, as torch.compile does."""
+"""True if torch.compile can trace the shapes of a product that accumulates into a sum of another type."""
 
 
 def add_product(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    """total += left right; returns the sum, which it changes."""
+    """Add left right to the sum in place, and return the sum."""
     if not left_MK.is_cuda:
         return total_MN.add_(matrix_product(ProductInputs(left_MK, right_KN)))
     if total_MN.dtype == left_MK.dtype:

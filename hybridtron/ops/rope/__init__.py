@@ -1,4 +1,4 @@
-"""Rotary positions."""
+"""Rotary position embedding (RoPE)."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.rope import native, reference, triton

@@ -1,6 +1,6 @@
 """Rotary positions compiled for this CPU (`native/rope.cpp`): heads are read once and written once.
 
-The gradient of a rotation is the rotation back, so the backward pass is the same function, and keeps no heads.
+The gradient of a rotation is the inverse rotation. So backward calls the same function, and keeps only the angles.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hybridtron.ops.native.tensors import KINDS, Tokens, like, readable, scalar
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.rope.reference import RopeInputs
 
-WORTH = 2**17  # numbers that are worth a thread
+WORTH = 2**17  # values that repay one more thread
 
 
 class RopeTask(ctypes.Structure):
-    """`Rope` in rope.cpp."""
+    """Arguments of the compiled function: `Rope` in rope.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "half", "back")),
@@ -36,7 +36,7 @@ def _unsupported_reason(inputs: RopeInputs) -> str | None:
     return None if inputs.x_BLHK.dtype in KINDS else "takes fp32, float64 and bf16"
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # torch.compile can't trace a call of compiled code
 def apply_rope(inputs: RopeInputs) -> Tensor:
     return _NativeRope.apply(*inputs)
 
@@ -45,7 +45,7 @@ NATIVE = Implementation("native", apply_rope, "cpu", unsupported_reason=_unsuppo
 
 
 class _NativeRope(torch.autograd.Function):
-    """Keeps the angles."""
+    """Autograd function that keeps the angles."""
 
     @staticmethod
     def forward(ctx: Any, x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
     (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a),  a = position * f_i,  f_i = base^(-i / k)
 
-A rotation by a of queries and by b of keys leaves a score that depends on a - b alone, that is on their distance.
-Channel i of a head is paired with channel i + k, where k is half the head size ("rotate half"), as transformers' Llama
-pairs them; the interleaved pairing of the original paper is a permutation of the same channels and not offered.
-Frequencies f that are scaled for longer rows are those of `architecture/rope.py`; YaRN's scale both cos and sin.
+If queries are rotated by a and keys by b, a score depends on a - b alone, that is on their distance. Channel i of a
+head is paired with channel i + k, where k is half the head size ("rotate half"), as transformers' Llama pairs them; the
+interleaved pairing of the original paper is a permutation of the same channels and not offered. The frequencies f can
+be scaled for longer rows by the rules in `architecture/rope.py`; YaRN also multiplies cos and sin by a factor.
 
 Legend: B rows, L tokens, H heads, K head size, k half of it.
 """
@@ -23,7 +23,7 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class RopeInputs(NamedTuple):
-    """Heads, and a row of `rope_table` for each of their tokens."""
+    """Heads, and cos and sin of each token's angles, from `rope_table`."""
 
     x_BLHK: Tensor
     cos_BLk: Tensor
@@ -31,7 +31,7 @@ class RopeInputs(NamedTuple):
 
 
 def frequencies(rope: RopeOptions, channels: int, device: torch.device | str = "cpu") -> Tensor:
-    """Radians that each pair of channels turns from token to token, (k,) in float64."""
+    """Return each channel pair's rotation per token in radians, (k,) in float64, scaled as `rope` says."""
     pairs = torch.arange(channels // 2, dtype=torch.float64, device=device)
     plain = rope.base ** (-2.0 * pairs / channels)
     if rope.scale is None or rope.factor is None:
@@ -44,13 +44,16 @@ def frequencies(rope: RopeOptions, channels: int, device: torch.device | str = "
 
 
 def _kept_by_llama3(rope: RopeOptions, plain: Tensor) -> Tensor:
-    """How much of each frequency is not slowed: by how often the pair turns in the rows of before."""
+    """Return each frequency's unscaled fraction: 0 for at most `low` rotations in an original row, 1 from `high` on."""
     turns = (rope.original or 1) * plain / (2 * math.pi)
     return ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
 
 
 def _kept_by_yarn(rope: RopeOptions, channels: int, pairs: Tensor) -> Tensor:
-    """The same, by the place among the pairs that turn `fast` to `slow` times in the rows of before."""
+    """Return each frequency's unscaled fraction, which falls linearly over the channel pairs.
+
+    It is 1 up to the pair with `fast` rotations in an original row, and 0 from the one with `slow` rotations on.
+    """
 
     def place(turns: float) -> float:
         return channels * math.log((rope.original or 1) / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
@@ -66,7 +69,7 @@ def _kept_by_yarn(rope: RopeOptions, channels: int, pairs: Tensor) -> Tensor:
 def rope_table(
     positions_BL: Tensor, head_dim: int, rope: RopeOptions, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each (B, L, k), times YaRN's factor where there is one.
+    """Return cos and sin of the rotary angles, each (B, L, k), multiplied by YaRN's factor if there is one.
 
     fp32 angles would be off by 0.06 rad at position 1M, so they are formed and reduced in float64 (off by 1e-10).
     """
@@ -81,7 +84,7 @@ def rope_table(
 def apply_rope(inputs: RopeInputs) -> Tensor:
     """Rotate the channel pairs of every head by their token's angles; fp32 inside, the dtype of `x_BLHK` outside.
 
-    Of more than 2 k channels the first 2 k are rotated, and the others unchanged.
+    If a head has more than 2 k channels, only the first 2 k are rotated.
     """
     x_BLHK, cos_BLk, sin_BLk = inputs
     rotary = 2 * cos_BLk.shape[-1]

@@ -1,6 +1,6 @@
 """The selective scan in torch alone, a chunk of tokens at a time, with its own backward pass.
 
-Forward keeps the inputs and the state before each chunk; backward computes the states inside a chunk again. With G_t
+Forward keeps the inputs and the state before each chunk; backward recomputes the states inside a chunk. With G_t
 the gradient of h_t, g_t that of y_t before the gate, s_t = delta_t x_t (a step) and a_t = delta_t A (an exponent):
 
     g_t = dy_t silu(z_t),   dz_t = dy_t (C_t h_t + D x_t) silu'(z_t)
@@ -14,7 +14,7 @@ At the last token of a chunk exp(a_{t+1}) G_{t+1} is the gradient of the state a
 state before it is exp(a_1) G_1. Where a document begins, its decay counts as 0 in both directions.
 
 Legend: as in `reference`; T tokens of one chunk. States are (B, E, N) at the boundary of the op and (B, N, E) inside,
-because long vectors of channels are what a CPU is fast at.
+because a CPU is fast on long vectors of channels.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CHUNK = 64  # tokens whose states exist at the same time; backward keeps one sta
 
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """Few operations on the states of a whole chunk, which backward computes again instead of keeping them."""
-    if inputs.x_BLE.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
+    """Scan a row with a few large operations per chunk; backward recomputes the states inside a chunk."""
+    if inputs.x_BLE.shape[1] <= 1:  # decoding: a single step of the loop
         return selective_scan(inputs)
     x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, dt_bias_E, z_BLE, _, documents_BL = inputs
     A_NE, starts_BL = A_EN.t().contiguous(), document_starts(documents_BL)
@@ -53,7 +53,7 @@ CHUNKED = Implementation("chunked", chunked)
 
 
 class ChunkedRow(NamedTuple):
-    """The inputs without the state, in the order in which the gradients are made; A with its channels innermost."""
+    """The inputs without the state, in the order of the returned gradients; A has its channels innermost."""
 
     x_BLE: Tensor
     dt_BLE: Tensor
@@ -71,7 +71,7 @@ class ChunkedRow(NamedTuple):
         return chunks_of(self.x_BLE, CHUNK)
 
     def chunk(self, tokens: slice) -> ScanChunk:
-        """A few tokens, time first and in the type to compute in."""
+        """Return consecutive tokens as a chunk, time first and in the compute dtype."""
         wide = wide_type(self.x_BLE)
 
         def part(tensor_BL: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class ChunkedRow(NamedTuple):
 
 @dataclass
 class ScanChunk:
-    """T tokens, and what one computes from them and the state before them."""
+    """T tokens, with outputs and gradients computed from them and the state before them."""
 
     x_TBE: Tensor
     shifted_TBE: Tensor  # dt + dt_bias
@@ -109,7 +109,7 @@ class ScanChunk:
             self.begun = self.starts_TB.nonzero(as_tuple=True)  # few: a mask would read all tokens
 
     def forward(self, state_BNE: Tensor) -> tuple[Tensor, Tensor]:
-        """y, with the gate, and the state after the chunk."""
+        """Return y with the gate applied, and the state after the chunk."""
         h_TBNE = self.states(self.decays()[:-1], state_BNE)
         y_TBE = self.outputs(h_TBNE)
         if self.z_TBE is not None:
@@ -117,7 +117,10 @@ class ScanChunk:
         return y_TBE.transpose(0, 1), h_TBNE[-1].clone()
 
     def decays(self) -> Tensor:
-        """exp(delta A) of each token, 0 where a document begins, then ones for what follows: (T + 1, B, N, E)."""
+        """Return exp(delta A) of each token, 0 where a document begins, and ones at the end: (T + 1, B, N, E).
+
+        The ones are for backward: the gradient of the state after the chunk is passed to its last token undecayed.
+        """
         length, batch, _ = self.x_TBE.shape
         decay_TBNE = self.A_NE.new_empty(length + 1, batch, *self.A_NE.shape)
         torch.mul(self.delta_TBE.unsqueeze(2), self.A_NE, out=decay_TBNE[:-1]).exp_()
@@ -127,7 +130,7 @@ class ScanChunk:
         return decay_TBNE
 
     def states(self, decay_TBNE: Tensor, state_BNE: Tensor) -> Tensor:
-        """The state before the chunk, then after each token: (T + 1, B, N, E)."""
+        """Return the state before the chunk, then after each token: (T + 1, B, N, E)."""
         h_TBNE = decay_TBNE.new_empty(len(decay_TBNE) + 1, *state_BNE.shape)
         h_TBNE[0] = state_BNE
         added = self.step_TBE.unsqueeze(2), self.B_TBN.unsqueeze(3)
@@ -136,13 +139,13 @@ class ScanChunk:
         return h_TBNE
 
     def outputs(self, h_TBNE: Tensor) -> Tensor:
-        """C h + D x, before the gate."""
+        """Return C h + D x, before the gate."""
         return (self.C_TBN.unsqueeze(2) @ h_TBNE[1:]).squeeze(2).addcmul_(self.D_E, self.x_TBE)
 
     def backward(
         self, state_BNE: Tensor, grad_y_BTE: Tensor, grad_state_BNE: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Gradients of (x, dt, B, C, z), of (A, D, dt_bias), and of the state before the chunk."""
+        """Return gradients of (x, dt, B, C, z), of (A, D, dt_bias), and of the state before the chunk."""
         grad_y_TBE, decay_TBNE = grad_y_BTE.transpose(0, 1), self.decays()
         h_TBNE = self.states(decay_TBNE[:-1], state_BNE)
         grad_z_TBE = None

@@ -1,6 +1,7 @@
-"""The selective scan by the mamba-ssm package's CUDA kernel, which ignores the gradient of its last state: it is added.
+"""The selective scan by the mamba-ssm package's CUDA kernel.
 
-The kernel takes no initial state and knows no document borders; rows that have one go to our own kernels.
+The kernel ignores the gradient of its last state; this module adds it. The kernel takes neither an initial state nor
+document boundaries; rows with either go to our own kernels.
 
 Tested against a stand-in, and once with the package on an H200 (benchmarks/gpu.md).
 """
@@ -34,16 +35,16 @@ def _unsupported_reason(inputs: ScanInputs) -> str | None:
 
 
 def _repeats_bits() -> bool:
-    """Its backward pass adds up the gradients of A, B, C and D by atomic additions, whatever torch asks for."""
+    """Return False: backward sums gradients by atomic additions, even in torch's deterministic mode."""
     return False
 
 
 def mamba_ssm(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """From a state of zero."""
+    """Run the package's kernel from a zero state; return y in the type of x, and the last state in fp32."""
     x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, dt_bias_E, z_BLE, _, _ = inputs
     wide = wide_type(x_BLE)
     per_token = [t for t in (x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE) if t is not None]
-    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # the kernel wants one type for all
+    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # the kernel requires one type for all
     x, dt, B, C, *z = (t.transpose(1, 2).to(shared) for t in per_token)
     package = optional_package(PACKAGE).module
     assert package is not None
@@ -66,9 +67,10 @@ MAMBA_SSM = Implementation("mamba-ssm", mamba_ssm, "cuda", PACKAGE, _unsupported
 
 
 class _LastState(torch.autograd.Function):
-    """The kernel's last state, with its gradient.
+    """Autograd function that returns the kernel's last state and computes its gradient.
 
-    A gradient rarely arrives here, since states are mostly detached between rows; when it does, `chunked` runs again.
+    A gradient rarely arrives here, since states are mostly detached between rows. When one does, `chunked` recomputes
+    the state with gradients.
     """
 
     @staticmethod
@@ -82,6 +84,6 @@ class _LastState(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E = leaves
-            no_D, C_BLN = torch.zeros_like(A_EN[:, 0]), B_BLN.detach()  # they reach the outputs only
+            no_D, C_BLN = torch.zeros_like(A_EN[:, 0]), B_BLN.detach()  # C and D affect only the outputs
             _, last_BEN = chunked(ScanInputs(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, no_D, dt_bias_E))
         return None, *torch.autograd.grad(last_BEN, leaves, grad_BEN)

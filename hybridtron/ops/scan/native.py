@@ -1,4 +1,4 @@
-"""The selective scan compiled for this CPU: a loop over tokens with vectors of channels (`native/recurrence.h`)."""
+"""The selective scan compiled for this CPU: a loop over tokens, vectorized over channels (`native/recurrence.h`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hybridtron.ops.native.tensors import Tokens
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.scan.reference import ScanInputs, initial_state
 
-UNIT = 128  # channels of one unit of work: their decays and states of a chunk stay in the second cache
+UNIT = 128  # channels in one unit of work: their decays and states over a chunk fit into the L2 cache
 
 
 class ScanTask(ctypes.Structure):
-    """`Recurrence` in recurrence.h."""
+    """Arguments of the compiled functions: `Recurrence` in recurrence.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "states", "groups", "unit")),
@@ -31,7 +31,7 @@ class ScanTask(ctypes.Structure):
 
 
 class NativeScanRow(NamedTuple):
-    """States are (B, N, E) for the compiled loop: channels side by side in memory."""
+    """The scan's inputs for the compiled loop, with states (B, N, E): channels are contiguous in memory."""
 
     x_BLE: Tensor
     dt_BLE: Tensor
@@ -56,7 +56,7 @@ class NativeScanRow(NamedTuple):
         }  # fmt: skip
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # torch.compile can't trace a call of compiled code
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     wide = wide_type(inputs.x_BLE)
     A_NE, D_E, bias_E = inputs.A_EN.t().to(wide), inputs.D_E.to(wide), inputs.dt_bias_E.to(wide)

@@ -25,7 +25,10 @@ from hybridtron.ops.precision import state_before, wide_type
 
 
 class ScanInputs(NamedTuple):
-    """Tokens, parameters, and the state before the row, zeros if None; without documents a row is one stream."""
+    """Values per token, parameters, and the state before the row (None for zeros).
+
+    Without `documents_BL` a row is one document.
+    """
 
     x_BLE: Tensor
     dt_BLE: Tensor
@@ -40,7 +43,7 @@ class ScanInputs(NamedTuple):
 
 
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
     wide, A_EN = wide_type(inputs.x_BLE), inputs.A_EN
     x, B, C = inputs.x_BLE.to(wide), inputs.B_BLN.to(wide), inputs.C_BLN.to(wide)
     delta = step_sizes(inputs.dt_BLE, inputs.dt_bias_E)
@@ -59,11 +62,11 @@ def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
 
 
 def step_sizes(dt_BLE: Tensor, dt_bias_E: Tensor) -> Tensor:
-    """delta, in the wide type."""
+    """Return delta = softplus(dt + dt_bias), in fp32 or float64."""
     wide = wide_type(dt_BLE)
     return F.softplus(dt_BLE.to(wide) + dt_bias_E.to(wide))
 
 
 def initial_state(inputs: ScanInputs) -> Tensor:
-    """The state before the row, in the type to compute in."""
+    """Return the state before the row in the compute dtype; zeros if none is given."""
     return state_before(inputs.state_BEN, inputs.x_BLE, *inputs.A_EN.shape)

@@ -1,8 +1,7 @@
-"""The selective scan by Triton kernels of our own, which take and give states and know document borders.
+"""The selective scan by our own Triton kernels, with initial and final states and document boundaries.
 
-They add up in a fixed order, and keep in memory what the op is given, and one state of every 128 tokens.
-Compared with the reference in Triton's interpreter, and compiled for sm_90; right on an H200
-(benchmarks/gpu.md).
+Sums have a fixed order. Backward keeps the op's inputs and one state per 128 tokens. Compared with the reference in
+Triton's interpreter, compiled for sm_90, and checked on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.scan.reference import ScanInputs
 
-LARGEST_STATE = 256  # a power of two of which 8 fit into the registers of one warp
+LARGEST_STATE = 256  # a power of two; the registers of one warp hold states of this size for 8 channels
 
 
 def _unsupported_reason(inputs: ScanInputs) -> str | None:

@@ -1,4 +1,4 @@
-"""Sums and gradients of a softmax over many logits."""
+"""Sums and gradients of a softmax over a large vocabulary."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.softmax import native, reference, triton

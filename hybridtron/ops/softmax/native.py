@@ -13,11 +13,11 @@ from hybridtron.ops.native.tensors import KINDS, Tokens, scalar
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.softmax.reference import SoftmaxGradientsInputs, SoftmaxSums, SoftmaxSumsInputs
 
-WORTH = 2**17  # logits that are worth a thread
+WORTH = 2**17  # logits that repay one more thread
 
 
 class SoftmaxTask(ctypes.Structure):
-    """`Softmax` in softmax.cpp."""
+    """Arguments of the compiled functions: `Softmax` in softmax.cpp."""
 
     _fields_ = (
         ("tokens", ctypes.c_int64),

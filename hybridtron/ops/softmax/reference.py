@@ -1,11 +1,10 @@
-"""The softmax of a loss over many logits, of which only sums are kept, or only gradients.
+"""The softmax of a loss over a large vocabulary, as two ops that keep only its sums, or only its gradients.
 
     sums:       greatest = max_v l_v,   sum = sum_v exp(l_v - greatest),   picked = l_label
     gradients:  l_v <- exp(l_v - lse) (1 + 2 z_loss lse) - [v = label],   0 in masked rows
 
-where lse = greatest + log sum, over all parts of the vocabulary if there are several: between the two ops stands the
-exchange with those who hold the other parts. The gradient is that of lse - l_label + z_loss lse^2, as dlse / dl_v is
-the softmax.
+where lse = greatest + log sum. If ranks hold parts of the vocabulary, they reduce their sums between the two ops, and
+lse is that of the full vocabulary. The gradient is that of lse - l_label + z_loss lse^2, as dlse / dl_v is the softmax.
 
 Legend: C tokens, V vocabulary, or a part of it.
 """
@@ -20,18 +19,18 @@ from torch import Tensor
 from hybridtron.ops.precision import at_least_fp32
 
 WORKSPACE = 2**18
-"""Logits that torch's own operations take at a time: between two of them they stay in a CPU's cache."""
+"""Logits that are processed at a time: so few that they stay in a CPU's cache from one operation to the next."""
 
 
 class SoftmaxSumsInputs(NamedTuple):
-    """Logits, and labels counted from the first of them."""
+    """Logits, and labels as indices relative to the first logit."""
 
     logits_CV: Tensor
     labels_C: Tensor
 
 
 class SoftmaxGradientsInputs(NamedTuple):
-    """The same, which tokens count, and the lse of each."""
+    """Logits, labels relative to the first logit, the mask of tokens in the loss, and the lse of each token."""
 
     logits_CV: Tensor
     labels_C: Tensor
@@ -41,7 +40,7 @@ class SoftmaxGradientsInputs(NamedTuple):
 
 
 class SoftmaxSums(NamedTuple):
-    """Of each token's logits: the greatest, the sum of exp(logit - greatest), and the label's, 0 if it is not here."""
+    """Each token's largest logit, sum of exp(logit - largest), and logit of its label (0 if the label is not here)."""
 
     greatest_C: Tensor
     sum_C: Tensor
@@ -49,7 +48,7 @@ class SoftmaxSums(NamedTuple):
 
 
 def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
-    """What a softmax needs, in fp32 at least; a label that is not in 0..V - 1 is not here."""
+    """Return each token's sums, in fp32 or float64; a label outside 0..V - 1 is in another part of the vocabulary."""
     logits_CV, labels_C = inputs
     size = logits_CV.shape[1]
     greatest, sums = [], []
@@ -63,7 +62,7 @@ def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
 
 
 def softmax_gradients(inputs: SoftmaxGradientsInputs) -> Tensor:
-    """The gradients g at the logits, written over the logits; zero in masked rows."""
+    """Overwrite the logits with their gradients, zero in masked rows, and return them."""
     logits_CV, labels_C, mask_C, lse_C, z_loss = inputs
     size = logits_CV.shape[1]
     parts = (x.split(max(1, WORKSPACE // size)) for x in (logits_CV, labels_C, mask_C, lse_C))

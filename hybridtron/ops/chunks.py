@@ -1,7 +1,7 @@
-"""A scan over a row, a chunk of tokens at a time, whose backward pass makes what is inside of a chunk again.
+"""Scan a row chunk by chunk, with a backward pass that computes each chunk's inner values again.
 
-Forward keeps the inputs and the state before each chunk. What a chunk computes is the op's: `scan/chunked` and
-`ssd/chunked` have the equations.
+Forward saves the inputs and the state before each chunk, and nothing from inside a chunk. The op supplies the
+computation of one chunk (`Chunk`). The equations are in `chunked.py` of `scan`, `ssd`, `gla` and `delta`.
 
 Legend: B rows, L tokens, T tokens of one chunk. A state is whatever an op carries from chunk to chunk.
 """
@@ -16,23 +16,30 @@ from torch.autograd.function import once_differentiable
 
 
 class Chunk(Protocol):
-    """Some tokens of a row."""
+    """One chunk of a row: an op's forward and backward computation over its tokens."""
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """y (B, T, ...), and the state after the chunk, from the state before it."""
+        """Return y (B, T, ...) and the state after the chunk, given the state before it."""
         ...
 
     def backward(
         self, state: Tensor, grad_y: Tensor, grad_state: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Gradients of the inputs by token (B, T, ...), of parameters that are there, and of the state before it."""
+        """Return the gradients of per-token inputs (B, T, ...), of parameters, and of the state before the chunk.
+
+        Parameters that are None are left out.
+        """
         ...
 
 
 class Row(Protocol):
-    """An op's inputs: those by token (B, L, ...), of which the first is y's shape, its parameters, and borders."""
+    """The inputs of an op without its state, as a named tuple.
 
-    PARAMETERS: int
+    First come the per-token tensors (B, L, ...), the first of them shaped like y, then the parameters, and last the
+    tokens that begin documents.
+    """
+
+    PARAMETERS: int  # how many of the fields are parameters
 
     def chunks(self) -> list[slice]: ...
 
@@ -40,12 +47,12 @@ class Row(Protocol):
 
 
 def chunks_of(tokens_BL: Tensor, size: int) -> list[slice]:
-    """A row's tokens in chunks of this many, the last one as long as what is left."""
+    """Cut a row's tokens into slices of `size` tokens; the last slice may end beyond the row."""
     return [slice(start, start + size) for start in range(0, tokens_BL.shape[1], size)]
 
 
 class ScanOfChunks(torch.autograd.Function):
-    """Keeps the inputs and the state before each chunk."""
+    """Autograd function that scans a row and saves only its inputs and the state before each chunk."""
 
     @staticmethod
     def forward(ctx: Any, row_type: Any, state: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:

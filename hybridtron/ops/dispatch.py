@@ -1,13 +1,13 @@
-"""Which implementation of an op runs: its reference, which specifies it, or a faster implementation.
+"""Ops and their implementations: a reference that specifies the op, faster ones, and the choice between them.
 
     class RMSNormInputs(NamedTuple): ...                  # the op's signature, written once
     def rms_norm(inputs: RMSNormInputs) -> Tensor: ...    # the reference
 
     rms_norm = Op(reference.rms_norm, (TRITON, ...))      # in the op's folder, the preferred implementation first
 
-A call runs the first implementation of that list that is available on the device and supports the inputs, else the
-reference. `force` overrides this, in tests and when searching for a bug. The list is the only place that orders
-implementations: none of them knows another, and the order of imports means nothing.
+A call runs the first implementation in that list that is available on the device and supports the inputs, else the
+reference. `force` overrides this, in tests and when searching for a bug. Only the list orders implementations: they do
+not know each other, and the order of imports has no effect.
 """
 
 from __future__ import annotations
@@ -49,15 +49,18 @@ def _yes() -> bool:
 
 
 def left_to_torch_compile() -> str | None:
-    """Why, inside torch.compile, what it can't look into does not run where the reference can be fused; else None."""
+    """Return the reason not to run an opaque kernel inside torch.compile, or None outside.
+
+    torch.compile can fuse the reference with its neighbours, but it cannot look into a kernel or compiled C++.
+    """
     return "torch.compile joins the reference to what stands around it" if torch.compiler.is_compiling() else None
 
 
 def untraced(function: Function) -> Function:
-    """What torch.compile leaves as it is.
+    """Wrap a function so that torch.compile calls it without tracing it.
 
-    `torch.compiler.disable` says so too, and imports all of the compiler for it, a third of what training imports: so
-    it is asked only when something else has done that.
+    `torch.compiler.disable` does this, but calling it imports the compiler, a third of all that training imports. So
+    it is called only if the compiler is imported already.
     """
     left: list[Any] = []
 
@@ -74,9 +77,9 @@ def untraced(function: Function) -> Function:
 class Implementation(Generic[Inputs, Outputs]):
     """One way to compute an op.
 
-    `unsupported_reason` says why it can't compute some inputs, and `missing` what is not there that it needs beside its
-    package; None if nothing is in the way. `repeats_bits` says whether it gives the same bits again, its backward pass
-    included, once `determinism.deterministic` asks for that.
+    `unsupported_reason` returns the reason why it cannot compute some inputs, or None. `missing` returns the reason why
+    something other than its package is missing, such as a compiler, or None. `repeats_bits` returns True if forward and
+    backward give the same bits again under `determinism.deterministic`.
     """
 
     name: str
@@ -88,7 +91,7 @@ class Implementation(Generic[Inputs, Outputs]):
     missing: Callable[[], str | None] = _nothing
 
     def unavailable_reason(self, device: str) -> str | None:
-        """Why this implementation can't run on a device at all, or None."""
+        """Return the reason why this implementation cannot run on a device at all, or None."""
         if self.device not in (device, "any"):
             return f"for {self.device}"
         if self.package is not None and (found := optional_package(self.package)).module is None:
@@ -119,7 +122,7 @@ class Op(Generic[Inputs, Outputs]):
         return self.selected(inputs).function(inputs)
 
     def selected(self, inputs: Inputs) -> Implementation[Inputs, Outputs]:
-        """The implementation that runs for these inputs."""
+        """Return the implementation that runs for these inputs."""
         forced = _forced.get()
         name = forced.get(self.name) or forced.get("*")
         if name is not None:
@@ -131,6 +134,7 @@ class Op(Generic[Inputs, Outputs]):
         return self.reference
 
     def named(self, name: str) -> Implementation[Inputs, Outputs]:
+        """Return the implementation with this name; raise ValueError if there is none."""
         every = (self.reference, *self.implementations)
         for each in every:
             if each.name == name:
@@ -138,7 +142,7 @@ class Op(Generic[Inputs, Outputs]):
         raise ValueError(f"{self.name} has no implementation {name!r}: {[each.name for each in every]}")
 
     def choice(self, device: str) -> tuple[str, str]:
-        """The name of the implementation that is tried first on a device, and the reasons in words."""
+        """Return the name of the implementation tried first on a device, and the reason in words."""
         skipped: dict[str, list[str]] = {}
         for each in self.implementations:
             reason = each.unavailable_reason(device)
@@ -149,7 +153,7 @@ class Op(Generic[Inputs, Outputs]):
 
 
 def device_of(inputs: tuple[Any, ...]) -> str:
-    """The type of the device that the inputs are on."""
+    """Return the type of the device that holds the inputs."""
     return next(value.device.type for value in inputs if isinstance(value, torch.Tensor))
 
 
@@ -158,12 +162,15 @@ def _reasons(skipped: dict[str, list[str]]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """Names that leave room for the reason on a line of 80 columns."""
+    """Join up to three names; shorten longer lists, so that a reason fits beside them on a line of 80 columns."""
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
 
 def anything_forced() -> bool:
-    """Whether this is inside of `force`: then nothing that stands for several ops may run instead of them."""
+    """Return True inside `force`.
+
+    Code that replaces several ops by one fused function must not run then.
+    """
     return bool(_forced.get())
 
 
@@ -180,7 +187,7 @@ def force(everything: str | None = None, /, **implementations: str) -> Iterator[
 
 @contextlib.contextmanager
 def observed(observe: Observer) -> Iterator[None]:
-    """Inside the block, each call of an op is shown with its inputs before it computes."""
+    """Call `observe` with each op and its inputs, before the op computes, inside the block."""
     token = _observers.set((*_observers.get(), observe))
     try:
         yield

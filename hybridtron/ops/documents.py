@@ -1,6 +1,6 @@
-"""Where documents begin in rows that hold several.
+"""Document boundaries in rows that hold several documents.
 
-Legend: B rows, L tokens, E borders.
+Legend: B rows, L tokens, E boundaries.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from torch import Tensor
 
 
 def document_starts(documents_BL: Tensor | None) -> Tensor | None:
-    """Which tokens begin a document inside their row; a row's first token continues what came before the row."""
+    """Mark the tokens that begin a document inside their row; return None if `documents_BL` is None.
+
+    A row's first token is never marked, since it may continue the row before.
+    """
     if documents_BL is None:
         return None
     return F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=False)
 
 
 def document_borders(documents_BL: Tensor) -> Tensor:
-    """Where documents begin in the rows laid end to end, and where the last row ends, as int32.
+    """Return the first token of each document in the rows laid end to end, then the last row's end, as int32.
 
-    How many there are the device knows alone: of a tensor on a GPU the host waits for it.
+    Only the device knows their number, so for a tensor on a GPU the host waits.
     """
     begins_BL = F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=True)
     return F.pad(begins_BL.flatten().nonzero().flatten(), (0, 1), value=documents_BL.numel()).to(torch.int32)

@@ -1,4 +1,4 @@
-"""FlexAttention over tiles of queries and keys: the list of tiles that it reads, and its call as one kernel.
+"""FlexAttention over tiles of queries and keys: lists of the tiles that it reads, and the call, compiled to one kernel.
 
 Legend: B rows, L queries, S keys, H query heads, G key/value heads, K head size; T tiles of queries, U tiles of keys.
 """
@@ -17,7 +17,7 @@ SMALLEST_HEAD = 16
 
 
 def flex_unsupported_reason(q_BLHK: Tensor) -> str | None:
-    """Why FlexAttention can't take such queries; None where it can."""
+    """Return the reason why FlexAttention cannot take these queries, or None."""
     if q_BLHK.dtype == torch.float64:
         return "has no float64"
     size = q_BLHK.shape[-1]
@@ -27,7 +27,11 @@ def flex_unsupported_reason(q_BLHK: Tensor) -> str | None:
 def mask_of_tiles(
     sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], lengths: tuple[int, int], *tiles_BHTU: Tensor
 ) -> BlockMask:
-    """Of the tiles in which `sees` decides, and, where there are second ones, of those that are read without asking."""
+    """Build a block mask from boolean maps of tiles (B, H, T, U).
+
+    The first map marks tiles in which `sees` decides for each query and key. An optional second map marks tiles that
+    are read in full, without a call to `sees`.
+    """
     lists = []
     for tiles in tiles_BHTU:
         first_to_last = tiles.int().argsort(dim=-1, descending=True, stable=True)
@@ -38,9 +42,10 @@ def mask_of_tiles(
 def attend_to_tiles(
     q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: BlockMask, window: int | None = None
 ) -> Tensor:
-    """Of the mask; a query sees at most `window` keys, or all before it, which says how much work this is.
+    """Attend to the tiles of a mask.
 
-    FlexAttention has no backward on a CPU; there its forward is tested.
+    The mask alone decides; `window` (None: no limit) only lets a simulation estimate the work. On a CPU FlexAttention
+    has no backward pass, and tests run only its forward pass there.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BLHK, k_BSGK, v_BSGK))
     attend = _kernel(window) if q.is_cuda else flex_attention
@@ -49,8 +54,9 @@ def attend_to_tiles(
 
 @functools.cache
 def _kernel(window: int | None) -> Callable[..., Tensor]:
-    """Compiled to one kernel; uncompiled it would make all scores.
+    """Compile FlexAttention to one kernel; without compilation it would store all scores.
 
-    The same for every window: a rehearsal, which knows no tiles, counts by it.
+    `window` does not change the kernel. The simulation, which has no tiles, replaces this function by one that counts
+    the work of a window.
     """
     return torch.compile(flex_attention, dynamic=True)

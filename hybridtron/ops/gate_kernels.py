@@ -1,7 +1,7 @@
-"""What the Triton kernels of gated MLPs share: activation(gate) * up, forward and backward in one pass each.
+"""Shared code of the gated MLPs' Triton kernels: activation(gate) * up, one pass forward and one backward.
 
-Gate and up lie side by side in each row, as the projection before them writes them, and so do their gradients. What is
-kept for the backward pass is that input alone. fp32 inside. The equations are in each op's `kernels`.
+Gate and up lie side by side in each row, as the projection before them writes them, and so do their gradients. Only
+this input is saved for backward. The kernels compute in fp32. Each op's `kernels` has the equations.
 
 Legend: R rows (of any leading axes), F channels of the gate.
 """
@@ -18,14 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernel_launch import ceil_div, launch
 
-BLOCK = 1024  # channels that a program has: 8 to a thread
+BLOCK = 1024  # channels of a program: 8 per thread
 WARPS = 4
 
 
 class GateKernels(NamedTuple):
-    """Of one activation. Forward takes gate_up, y; backward gate_up, grad_y and the gradients of gate_up.
+    """The forward and backward kernel of one activation.
 
-    Both then take the number of channels, and these numbers.
+    Forward takes gate_up and y; backward takes gate_up, grad_y and a tensor for the gradient of gate_up. Both then take
+    the number of channels, and `numbers`.
     """
 
     forward: Any
@@ -34,12 +35,12 @@ class GateKernels(NamedTuple):
 
 
 def gated(gate_up: Tensor, kernels: GateKernels) -> Tensor:
-    """y, with a backward pass."""
+    """Return activation(gate) * up, differentiable in gate_up."""
     return _Gate.apply(gate_up, kernels)
 
 
 class _Gate(torch.autograd.Function):
-    """Keeps the input."""
+    """Autograd function that saves only gate_up."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, kernels: GateKernels) -> Tensor:
@@ -66,7 +67,7 @@ def _launch(kernel: Any, numbers: tuple[float, ...], shape: torch.Size, *tensors
 
 @triton.jit
 def load_pair(gate_up_R2F: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """This program's channels of gate and up, in fp32."""
+    """Load this program's channels of gate and up, in fp32."""
     channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = gate_up_R2F + 2 * tl.program_id(0).to(tl.int64) * channels + channel_F
     gate_F = tl.load(place, channel_F < channels, 0.0).to(tl.float32)
@@ -78,7 +79,7 @@ def load_pair(gate_up_R2F: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tup
 def store_pair(
     found_R2F: tl.tensor, of_gate_F: tl.tensor, of_up_F: tl.tensor, channels: int, BLOCK: tl.constexpr
 ) -> None:
-    """Where `load_pair` reads."""
+    """Store this program's gradients of gate and up, in the layout that `load_pair` reads."""
     channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = found_R2F + 2 * tl.program_id(0).to(tl.int64) * channels + channel_F
     tl.store(place, of_gate_F, channel_F < channels)
@@ -87,7 +88,7 @@ def store_pair(
 
 @triton.jit
 def load_one(grad_y_RF: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tl.tensor:
-    """This program's channels of what has as many as the gate, in fp32."""
+    """Load this program's channels of a tensor with as many channels as the gate, in fp32."""
     channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = grad_y_RF + tl.program_id(0).to(tl.int64) * channels + channel_F
     return tl.load(place, channel_F < channels, 0.0).to(tl.float32)
@@ -95,6 +96,6 @@ def load_one(grad_y_RF: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tl.ten
 
 @triton.jit
 def store_one(y_RF: tl.tensor, y_F: tl.tensor, channels: int, BLOCK: tl.constexpr) -> None:
-    """Where `load_one` reads."""
+    """Store this program's channels of a tensor with as many channels as the gate."""
     channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_RF + tl.program_id(0).to(tl.int64) * channels + channel_F, y_F, channel_F < channels)

@@ -1,4 +1,4 @@
-"""A tensor times a number of the configuration."""
+"""A tensor times a multiplier of the configuration."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def multiplied(x: Tensor, by: float) -> Tensor:
-    """x times a number that mostly is 1; then nothing is computed."""
+    """Return x times `by`; if `by` is 1, as in most models, return x itself."""
     return x if by == 1 else x * by

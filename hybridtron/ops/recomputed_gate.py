@@ -1,4 +1,7 @@
-"""activation(m gate) * up with its two inputs kept for backward, where plain autograd also keeps activation(gate)."""
+"""activation(m gate) * up in torch, with only gate and up saved for backward; m is a multiplier of the configuration.
+
+Plain autograd would also save activation(m gate); here backward computes it again.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ from hybridtron.ops.multiplied import multiplied
 
 
 class Activation(NamedTuple):
-    """A function of each entry, and the gradient of its input from those of its output and the input."""
+    """An elementwise function, and its backward: (gradient of the output, input) to the gradient of the input."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
 class _RecomputedGate(torch.autograd.Function):
+    """Autograd function that saves only gate and up."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, multiplier: float) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -36,5 +41,5 @@ class _RecomputedGate(torch.autograd.Function):
 
 
 def gated(gate_up: Tensor, activation: Activation, multiplier: float = 1.0) -> Tensor:
-    """Of gate and up side by side on the last axis."""
+    """Return activation(multiplier * gate) * up; `gate_up` holds gate and up side by side on its last axis."""
     return _RecomputedGate.apply(*gate_up.chunk(2, dim=-1), activation, multiplier)

@@ -1,4 +1,4 @@
-"""All ops by name, and which of their implementations a device runs. The modules that compute import single ops."""
+"""All ops by name, and the implementations that a device runs. Modules that compute import single ops instead."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ OPS: dict[str, Op[Any, Any]] = {
 
 
 def choices(device: str) -> list[tuple[str, str, str]]:
-    """(op, implementation, reason) of every op, for the table at the start of a run."""
+    """Return (op, implementation, reason) for every op, for the table at the start of a run."""
     return [(name, *op.choice(device)) for name, op in OPS.items()]
 
 
 def torch_alone() -> dict[str, str]:
-    """What runs on a CPU where nothing is compiled and products are torch's own, for `force`: ops that have another."""
+    """Return `force` arguments that replace compiled C++ and oneDNN on a CPU by implementations in plain torch.
+
+    Ops that would use neither are left out.
+    """
     faster, found = {"native", "onednn"}, {}
     for name, op in OPS.items():
         each = next(

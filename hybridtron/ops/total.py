@@ -1,22 +1,25 @@
-"""What a row leaves of the state before it. Every recurrence here is affine in that state:
+"""State transitions ("totals"): the linear maps by which rows act on the state before them.
+
+Every recurrence here is affine in that state:
 
     state after = total(state before) + state after zeros
 
-So shares of a row can be read apart, each from zeros, and joined by what each of them leaves of what comes in:
+So sequence shards of a row can be scanned apart, each from zeros, and then be joined through their transitions:
 
     state after both = total_2(total_1(before) + after zeros_1) + after zeros_2
     total of both    = total_2 after total_1
 
-A total is a function of the decays alone: no state and no output is in it, and its gradients reach what makes the
-decays. Log decays are added up in float64, since a row may be long. Where a document begins inside of the row nothing
-is left, also of a state that is not finite. Whether a row's first token begins one, a row does not know: then what is
-before it is zeros.
+A transition depends on the decays alone, and for the delta rule on its keys and betas, but on no state and no output.
+Gradients flow through it to the tensors that make the decays. Log decays are summed in float64, since a row may be
+long. If a document begins inside the row, nothing of the state before it passes, even if that state is not finite. A
+row cannot know whether its first token begins a document; its caller passes zeros as the state before it then.
 
-The scan, SSD, its recurrence and gated linear attention leave a factor of every entry (`Factors`); RWKV-6's state is
-gated linear attention's, and retention's is SSD's at angles that count from where positions do. Mamba-3 counts its
-angles from the start of each row, and so turns what is left by the row's angles as well (`TurnedFactors`). The delta
-rule leaves a matrix for each head (`Matrices`), the product of diag(exp(g_t)) and I - beta_t k_t k_t^T over its tokens:
-the state after values of zeros from the identity, by whichever form of the op computes states.
+The scan, SSD, its recurrence and gated linear attention multiply every entry of the state by a factor (`Factors`).
+RWKV-6's state is gated linear attention's. Retention's is SSD's, at angles that count along with positions. Mamba-3
+counts its angles from the start of each row, and so its transition also rotates the state by the row's angles
+(`TurnedFactors`). The delta rule multiplies by a matrix for each head (`Matrices`), the product of diag(exp(g_t)) and
+I - beta_t k_t k_t^T over its tokens. This is the final state of the op itself, run from the identity with zeros as
+values, by whichever implementation computes states.
 
 Legend: as in the ops; S angles.
 """
@@ -43,12 +46,15 @@ from hybridtron.ops.turns import turned
 
 @dataclass(frozen=True)
 class Total(ABC):
-    """`through_B`: the rows of one document; None: all are."""
+    """The state transition of a row, zero if a document begins inside the row.
+
+    `through_B` marks the rows in which none begins; None: all of them.
+    """
 
     through_B: Tensor | None
 
     def of(self, state: Tensor) -> Tensor:
-        """What is left of the state before the row (B, ...)."""
+        """Apply the transition to the state before the row (B, ...)."""
         left = self._left(state)
         if self.through_B is None:
             return left
@@ -56,7 +62,7 @@ class Total(ABC):
 
     @abstractmethod
     def after(self, earlier: Self) -> Self:
-        """Of two rows that follow each other, this one the later."""
+        """Compose the transitions of two rows; `earlier` is that of the row before this one."""
 
     @abstractmethod
     def _left(self, state: Tensor) -> Tensor: ...
@@ -69,7 +75,7 @@ class Total(ABC):
 
 @dataclass(frozen=True)
 class Factors(Total):
-    """A factor of every entry, of the state's shape, with sizes of 1 where entries share one."""
+    """Transition by a factor for every entry; `factor` has the state's shape, with size 1 where entries share it."""
 
     factor: Tensor
 
@@ -82,7 +88,7 @@ class Factors(Total):
 
 @dataclass(frozen=True)
 class TurnedFactors(Total):
-    """A factor of every head, and the angles by which the pairs of its channels turn."""
+    """Transition by a factor for every head, and a rotation of its channel pairs by angles."""
 
     factor_BH11: Tensor
     angles_BH1S: Tensor
@@ -97,7 +103,7 @@ class TurnedFactors(Total):
 
 @dataclass(frozen=True)
 class Matrices(Total):
-    """A matrix for every head, whose columns are what is left of the key channels."""
+    """Transition by a matrix for every head; column n is the image of key channel n."""
 
     matrix_BHNN: Tensor
 
@@ -109,39 +115,42 @@ class Matrices(Total):
 
 
 def scan_total(inputs: ScanInputs) -> Factors:
-    """Of the state (B, E, N)."""
+    """Return the selective scan's transition, for states (B, E, N)."""
     sum_BE1 = _summed_steps(inputs.dt_BLE, inputs.dt_bias_E).unsqueeze(2)
     factor_BEN = (sum_BE1 * inputs.A_EN).exp().to(wide_type(inputs.x_BLE))
     return Factors(_through(inputs.documents_BL), factor_BEN)
 
 
 def ssd_total(inputs: SSDInputs) -> Factors:
-    """Of the state (B, H, P, N)."""
+    """Return SSD's transition, for states (B, H, P, N)."""
     sum_BH = _summed_steps(inputs.dt_BLH, inputs.dt_bias_H)
     factor_BH = (sum_BH * inputs.A_H).exp().to(wide_type(inputs.x_BLHP))
     return Factors(_through(inputs.documents_BL), factor_BH[:, :, None, None])
 
 
 def decay_total(inputs: DecayInputs) -> Factors:
-    """Of the state (B, H, P, N)."""
+    """Return the transition of SSD's recurrence, for states (B, H, P, N)."""
     factor_BH = inputs.g_BLH.sum(1, dtype=torch.float64).exp().to(wide_type(inputs.v_BLHP))
     return Factors(_through(inputs.documents_BL), factor_BH[:, :, None, None])
 
 
 def turned_total(inputs: DecayInputs, angles_BLHS: Tensor) -> TurnedFactors:
-    """Of the state (B, H, P, N) that is handed on at angle 0, as Mamba-3 does, after a row of these angles."""
+    """Return Mamba-3's transition, for states (B, H, P, N) that pass from row to row at angle 0.
+
+    `angles_BLHS` are the row's angles; the transition rotates by minus the last of them.
+    """
     decay = decay_total(inputs)
     return TurnedFactors(decay.through_B, decay.factor, -angles_BLHS[:, -1].unsqueeze(2))
 
 
 def gla_total(inputs: GLAInputs) -> Factors:
-    """Of the state (B, H, N, P)."""
+    """Return gated linear attention's transition, for states (B, H, N, P)."""
     factor_BHN = inputs.g_BLHN.sum(1, dtype=torch.float64).exp().to(wide_type(inputs.v_BLHP))
     return Factors(_through(inputs.documents_BL), factor_BHN.unsqueeze(3))
 
 
 def delta_total(inputs: DeltaInputs) -> Matrices:
-    """Of the state (B, H, N, P)."""
+    """Return the delta rule's transition, for states (B, H, N, P), by a run of the op from the identity."""
     size, wide = inputs.k_BLHN.shape[3], wide_type(inputs.v_BLHP)
     identity_NN = torch.eye(size, dtype=wide, device=inputs.k_BLHN.device)
     start_BHNN = identity_NN.expand(inputs.k_BLHN.shape[0], inputs.k_BLHN.shape[2], size, size)
@@ -151,9 +160,9 @@ def delta_total(inputs: DeltaInputs) -> Matrices:
 
 
 def _summed_steps(dt: Tensor, dt_bias: Tensor) -> Tensor:
-    """Over tokens. The steps are made again in the backward pass, and not kept for it.
+    """Sum the step sizes over tokens, in float64; backward computes them again instead of saving them.
 
-    What they are made of are arguments: inside a sub-layer that is recomputed a closure would keep it all the same.
+    `summed` takes its tensors as arguments: inside a recomputed sub-layer, a closure would keep them alive.
     """
 
     def summed(dt: Tensor, dt_bias: Tensor) -> Tensor:

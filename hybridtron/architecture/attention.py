@@ -58,11 +58,11 @@ class HeadsSpec(MixerSpec):
     rotary_dim: int | None = None  # channels of a head that rotary positions rotate; null: all
     # taps of a short convolution on queries, keys and values; null: none
     conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
-    conv_bias: bool = False  # that convolution has a bias
-    conv_silu: bool = True  # it is followed by SiLU
+    conv_bias: bool = False  # the short convolution has a bias
+    conv_silu: bool = True  # SiLU follows the short convolution
     # norm of queries and of keys: none, of each head (one weight for all heads), or over all heads together
     qk_norm: Annotated[str, one_of(("none", "head", "all"))] = "none"
-    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in that norm
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the norm of queries and keys
     # factor of the products of queries and keys; null: head_dim^-0.5
     scale: Annotated[float | None, above(0)] = None
     gate: bool = False  # multiply the output by the sigmoid of one more projection

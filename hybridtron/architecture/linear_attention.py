@@ -37,12 +37,12 @@ class LinearAttentionSpec(MixerSpec):
     norm_name: ClassVar[str] = "g_norm_swish_gate"
     """Name of the norm in flash-linear-attention."""
 
-    heads: Annotated[int, at_least(1)] = 4  # heads, each with a state of its own
+    heads: Annotated[int, at_least(1)] = 4  # number of heads; each has its own state
     expand_k: Annotated[float, above(0)] = 1.0  # key channels of all heads, in multiples of the model's width
     expand_v: Annotated[float, above(0)] = 1.0  # value channels of all heads, in multiples of the model's width
     # taps of a short convolution on queries, keys and values; null: none
     conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
-    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the norm of a head
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in each head's norm
 
     @property
     def num_key_heads(self) -> int:

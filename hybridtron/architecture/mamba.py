@@ -29,7 +29,7 @@ class MambaSpec(RecurrenceSpec):
     copied: ClassVar[tuple[str, ...]] = ("x_proj.weight.B", "x_proj.weight.C")
     projects_input: ClassVar[bool] = True
 
-    state: Annotated[int, at_least(1)] = 16  # size n of the state of each channel
+    state: Annotated[int, at_least(1)] = 16  # state size n per channel
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
     conv: Annotated[int, at_least(2)] = 4  # taps of the causal convolution
     # inner size of the projection to dt; null: width / 16, rounded up

@@ -55,7 +55,7 @@ class Mamba2Spec(RecurrenceSpec):
     projects_by_default: ClassVar[bool] = False
     projects_input: ClassVar[bool] = True
 
-    state: Annotated[int, at_least(1)] = 128  # size n of the state of each channel
+    state: Annotated[int, at_least(1)] = 128  # state size n per channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width; unused with `heads`
     # number of heads, which overrides `expand`; null: expand * width / head_dim
@@ -68,7 +68,7 @@ class Mamba2Spec(RecurrenceSpec):
     a_min: float = 1.0  # smallest initial -A
     a_max: float = 16.0  # largest initial -A
     norm: bool = True  # norm the gated output
-    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in that norm
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the norm of the gated output
     # factors of the input projection's parts: {z, x, B, C, dt}
     multipliers: ProjectionMultipliers = ProjectionMultipliers()
 

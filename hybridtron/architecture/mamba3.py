@@ -40,7 +40,7 @@ class Mamba3Spec(MixerSpec):
     hands_over: ClassVar[bool] = True
     width_option: ClassVar[str] = "head_dim"
 
-    state: Annotated[int, at_least(2)] = 128  # size n of the state of each channel
+    state: Annotated[int, at_least(2)] = 128  # state size n per channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
     groups: Annotated[int, at_least(1)] = 1  # head groups that share B and C, except for the heads' biases

@@ -37,10 +37,10 @@ class RWKV6Spec(MixerSpec):
     hands_over: ClassVar[bool] = True
     width_option: ClassVar[str] = "head_dim"
 
-    head_dim: Annotated[int, at_least(1)] = 64  # key channels of a head, and value channels
+    head_dim: Annotated[int, at_least(1)] = 64  # key channels, and value channels, per head
     mix_rank: Annotated[int, at_least(1)] = 32  # inner size of the projection to each stream's mix
     decay_rank: Annotated[int, at_least(1)] = 64  # inner size of the projection to the decays
-    norm_eps: Annotated[float, above(0)] = 64e-5  # added to the variance in the norm of a head
+    norm_eps: Annotated[float, above(0)] = 64e-5  # added to the variance in each head's norm
 
     def num_heads(self, model: ModelSizes) -> int:
         return model.width // self.head_dim

@@ -69,7 +69,9 @@ class SparseOptions:
     bins: Annotated[str, one_of(("argmax", "sign"))] = "argmax"  # bins of a hash: `hashes` of them, or 2^hashes
     # columns of the random matrix; null: as many as keys for argmax, 8 for sign
     hashes: Annotated[int | None, at_least(1)] = None
-    stride: Annotated[int | None, at_least(1)] = None  # of dilated; in the paper the longest row divided by the keys
+    stride: Annotated[int | None, at_least(1)] = (
+        None  # of dilated patterns; in the paper the longest row divided by the keys
+    )
     # mean that is subtracted before hashing: the vector's own (features), or the document's (sequence). The latter
     # includes later tokens, so it is not a language model and only reproduces published code
     centre: Annotated[str, one_of(("features", "sequence"))] = "features"

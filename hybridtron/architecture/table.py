@@ -165,7 +165,7 @@ def weight_name(arch: Architecture, index: int, key: str) -> str:
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
     """Replace the initialisation of projections by lit-gpt's.
 
-    As blocks count sub-layers that have a state other than a convolution's, except parallel branches.
+    A block is counted for every sub-layer with a state other than a convolution's, except parallel branches.
     """
     width = arch.sizes.width
     states = [spec.state_parts(arch.sizes).values() for spec in arch.specs if not spec.beside]

@@ -154,6 +154,7 @@ def _overlap(rectangle: Rectangle, axis: int, entries: range) -> Rectangle | Non
 
 
 def _moved(rectangle: Rectangle, axis: int, by: int) -> Rectangle:
+    """Return a rectangle with its offset along one axis shifted."""
     offset = list(rectangle.offset)
     offset[axis] += by
     return Rectangle(tuple(offset), rectangle.data)

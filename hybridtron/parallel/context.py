@@ -136,6 +136,7 @@ def state_before(added: Tensor, total: Factors | Matrices | None, state: Tensor 
 
 
 def _multiplier(total: Factors | Matrices) -> Tensor:
+    """Return the transition's tensor: a matrix per head, or elementwise factors."""
     return total.matrix_BHNN if isinstance(total, Matrices) else total.factor
 
 
@@ -248,6 +249,8 @@ def _shifted(x: Tensor, share: RowShare, hop: int) -> Tensor:
 
 
 class _Shifted(torch.autograd.Function):
+    """Point-to-point shift by `hop` ranks; the backward pass shifts the gradient the other way."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: RowShare, hop: int) -> Tensor:
         ctx.share, ctx.hop = share, hop
@@ -259,6 +262,8 @@ class _Shifted(torch.autograd.Function):
 
 
 class _SumOverShares(torch.autograd.Function):
+    """All-reduce over the shards of a row, in both passes."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: RowShare) -> Tensor:
         ctx.share = share

@@ -51,6 +51,7 @@ def all_gather_tensors(
 
 
 def _taken_apart(sent: Tensor, described: Sequence[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
+    """Split received bytes into named tensors, by their described types and shapes."""
     tensors: dict[str, Tensor] = {}
     first = 0
     for name, dtype, shape in described:
@@ -78,8 +79,10 @@ def _all_gather_bytes(sent: Tensor, group: dist.ProcessGroup | None) -> list[Ten
 
 
 def _bytes(value: Any) -> Tensor:
+    """Return a plain value's JSON as a byte tensor."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _text(sent: Tensor) -> bytes:
+    """Return a byte tensor's content."""
     return sent.numpy().tobytes()

@@ -99,6 +99,7 @@ class Pool:
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
+        """Kill all workers."""
         self._stop(len(self._workers))
 
     def _start(self, count: int) -> None:
@@ -117,6 +118,7 @@ class Pool:
             worker.connection.recv_bytes()
 
     def _stop(self, count: int) -> None:
+        """Kill the first `count` workers, with any job that they run."""
         for worker in self._workers[:count]:
             worker.connection.close()
             with suppress(ProcessLookupError):

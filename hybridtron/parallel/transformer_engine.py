@@ -124,6 +124,7 @@ class TransformerEngineStatistics(ScalingStatistics):
                 yield Part(f"fp8_scale.{name}", (roles,), (first,), kept.scale[:count])
 
     def _kept(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        """Yield the package's statistics of every layer, by layer and direction."""
         for name, layer in self.layers.items():
             for kind in (FORWARD, BACKWARD):
                 if kind in layer.fp8_meta:  # missing before the first forward pass
@@ -133,6 +134,7 @@ class TransformerEngineStatistics(ScalingStatistics):
         return {place: (kept.amax_history.clone(), kept.scale.clone()) for place, kept in self._kept()}
 
     def _put_back(self, copies: dict[tuple[str, str], tuple[Tensor, Tensor]]) -> None:
+        """Restore copied statistics; those that did not exist yet are reset to their initial values."""
         for place, kept in self._kept():
             if place in copies:
                 history, scale = copies[place]
@@ -164,6 +166,7 @@ def _class(fp8: Fp8 | None) -> Any:
 
 
 def _package() -> Any:
+    """Return the package's torch module. Raises RuntimeError with the reason if it is missing."""
     package = optional_package("transformer_engine.pytorch")
     if package.module is None:
         raise RuntimeError(f"transformer_engine is asked for, but it is {package.reason}")

@@ -117,6 +117,10 @@ def _number(value: float) -> Tensor:
 def _difference(
     what: str, found: Tensor, expected: Tensor, largest: float, precision: AuditPrecision, moved: Sequence[Tensor]
 ) -> Disagreement:
+    """Compare a tensor with the expected one, by the precision's limits.
+
+    `largest` is the largest norm of its kind. `moved` are expected tensors of steps from moved weights.
+    """
     difference, norm = _distance(found, expected), float(expected.double().norm())
     limit = precision.relative * norm + precision.absolute * largest
     limit += precision.rounding * max((_distance(each, expected) for each in moved), default=0.0)

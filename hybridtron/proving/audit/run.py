@@ -67,6 +67,7 @@ class Audit:
         return sorted(compared, key=lambda d: math.inf if math.isnan(d.of_limit) else d.of_limit, reverse=True)
 
     def _truth(self, config: Config, precision: AuditPrecision, move: int = 0) -> Step:
+        """Run the reference step: serial, or the engine on one process."""
         if not self.by_one_rank:
             return serial_step(config, precision, move)
         alone = replace(config, parallel=replace(ParallelConfig(), distributed_optimizer=False))

@@ -107,6 +107,7 @@ def in_layouts(config: Config, layouts: Sequence[str], skip: bool) -> Iterator[C
 
 
 def _described(parallel: ParallelConfig, data: int) -> str:
+    """Return a layout's name, such as `tp2-pp2-sp`."""
     axes = (
         ("tp", parallel.tensor),
         ("pp", parallel.pipeline),
@@ -171,12 +172,14 @@ def print_list() -> None:
 
 
 def _chosen(option: str, text: str, known: list[str]) -> list[str]:
+    """Parse a comma-separated option, where `all` means all known names. Raises ConfigError for unknown names."""
     names = known if text == "all" else text.split(",")
     _known(option, names, known)
     return names
 
 
 def _known(option: str, names: Sequence[str], known: list[str]) -> None:
+    """Raise ConfigError for names that are not known."""
     problems = [
         Problem(option, f"has no {name!r}{did_you_mean(name, known)}; have: {', '.join(known)}")
         for name in names

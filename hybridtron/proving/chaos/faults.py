@@ -76,12 +76,14 @@ class Scene:
 
 
 def signal_a_rank(scene: Scene, number: signal.Signals) -> str | None:
+    """Send a signal to a random rank."""
     rank = scene.draw.randrange(len(scene.started.ranks))
     scene.started.ranks[rank].send_signal(number)
     return f"rank {rank}"
 
 
 def signal_a_worker(scene: Scene, number: signal.Signals) -> str | None:
+    """Send a signal to a random data worker, if there are any."""
     workers = scene.started.workers()
     if not workers:
         return None
@@ -129,11 +131,13 @@ def is_sound(folder: Path) -> bool:
 
 
 def flipped(stored: bytearray, draw: random.Random) -> bytearray:
+    """Flip a random bit."""
     stored[draw.randrange(len(stored))] ^= 1 << draw.randrange(8)
     return stored
 
 
 def truncated(stored: bytearray, draw: random.Random) -> bytearray:
+    """Cut the file at a random position."""
     return stored[: draw.randrange(len(stored))]
 
 
@@ -142,6 +146,7 @@ def deleted(stored: bytearray, draw: random.Random) -> None:
 
 
 def fill_the_disk(scene: Scene) -> str | None:
+    """Fill the checkpoints' file system, if it could be mounted."""
     if scene.disk.why_not is not None:
         return None
     scene.disk.fill()

@@ -137,7 +137,7 @@ def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
 
 
 def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
-    """Return the errors of adapters, and those of all ops that mixers do not call."""
+    """Return the errors of adapters, and those of all ops without a mixer."""
     device, found = compute_device(), list[Found]()
     for dtype in TOLERANCES:
         for what, options in ADAPTERS.items():
@@ -192,8 +192,7 @@ def noted(calls: list[Call]) -> AbstractContextManager[None]:
 def mixer_error(
     spec: MixerSpec, sizes: ModelSizes, length: int, dtype: torch.dtype, device: torch.device, calls: list[Call]
 ) -> float:
-    """Return the largest relative error of a mixer on a device, compared with fp32 on the CPU from the same rounded
-    inputs.
+    """Return the largest relative error of a mixer on a device, against fp32 on the CPU from the same rounded inputs.
 
     The first row holds two documents. The mixer's op calls, in this type, are appended to `calls`.
 
@@ -226,9 +225,7 @@ def mixer_error(
 
 
 def _adapter_error(options: dict[str, Any], width: int, length: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the largest relative error of an adapter on one of a projection's two parts, compared as in
-    `mixer_error`.
-    """
+    """Return the largest relative error of an adapter on one part of a projection, as in `mixer_error`."""
     parts = [AdaptedPart("k", width, True), AdaptedPart("v", width // 2, False)]
     seq = replace(SeqInfo.stream(ROWS, length), key=7)
 
@@ -282,6 +279,7 @@ def _some_sum(tensors: list[Tensor]) -> Tensor:
 
 
 def _apart(ours: list[Tensor], exact: list[Tensor]) -> float:
+    """Return the largest difference of any tensor pair, relative to the exact tensor's norm."""
     pairs = [
         (a.detach().float().cpu(), b.detach().float().cpu())
         for a, b in zip(ours, exact, strict=True)

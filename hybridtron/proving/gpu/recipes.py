@@ -127,6 +127,7 @@ def _speeds(config: Config, seconds: float) -> dict[str, float | None]:
 
 
 def package_versions() -> list[str]:
+    """List the installed packages that matter here, with their versions."""
     return [f"{name} {found}" for name in PACKAGES if (found := installed(name))]
 
 

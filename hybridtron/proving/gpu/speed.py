@@ -21,10 +21,12 @@ SPEED = ("recipe", "precision", "rows x tokens", "tokens/s", "TFLOP/s", "MFU", "
 
 
 def recipes(report: BenchReport) -> None:
+    """Measure two recipes in bf16."""
     measure(report, "steps", [("samba_421m", 8), ("samba_1.3b", 4)], ["bf16"])
 
 
 def fp8(report: BenchReport) -> None:
+    """Measure one recipe in bf16 and in every FP8 recipe."""
     precisions = ["bf16", "fp8_delayed", "fp8_current", "fp8_block"]
     measure(report, "FP8: steps", [("samba_1.7b_padded", 2)], precisions)
 

@@ -97,6 +97,7 @@ def by(op: Op[Any, Any], name: str) -> Callable[[Any], Any]:
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return random numbers that require a gradient."""
     return torch.randn(shape, device=compute_device()).to(dtype).requires_grad_()
 
 

@@ -106,6 +106,7 @@ class QueueRun:
         return self.ended
 
     def _measure(self, part: QueuePart) -> None:
+        """Run one part in its process, and write its first and last rows."""
         self._begin(part)
         printed = self.log.stat().st_size if self.log.exists() else 0
         start = self.clock()

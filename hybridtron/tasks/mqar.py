@@ -18,6 +18,10 @@ from random import Random
 
 from hybridtron.tasks.base import IGNORED, Sample, TaskError, TextTokens, TokenTask
 
+# Bounds of `power`: with these, i ** (power - 1) and its reciprocal are finite for every slot i.
+SMALLEST_POWER = 1e-6
+LARGEST_POWER = 32
+
 
 @dataclass(frozen=True)
 class MultiQueryRecall(TokenTask):
@@ -25,7 +29,7 @@ class MultiQueryRecall(TokenTask):
 
     pairs        k, how many keys a row has
     vocabulary   V
-    power        a, the exponent in the distribution of gaps
+    power        a, the exponent in the distribution of gaps, from 1e-6 to 32
     random_rest  fill other positions with random ids, not with 0
     noise        additional ids from which these are drawn; 0: they are drawn from all V ids, keys included
     follows      put the value after its key also the second time, so that targets are next tokens
@@ -99,7 +103,10 @@ class MultiQueryRecall(TokenTask):
             (self.pairs < 1, f"pairs={self.pairs}: at least 1"),
             (self.noise < 0, f"noise={self.noise}: at least 0"),
             (self.noise and not self.random_rest, f"noise={self.noise}: needs random_rest=true"),
-            (self.power <= 0, f"power={self.power}: more than 0"),
+            (
+                not SMALLEST_POWER <= self.power <= LARGEST_POWER,  # also true of nan
+                f"power={self.power}: must be from {SMALLEST_POWER:g} to {LARGEST_POWER} (default: 0.01)",
+            ),
             (4 * self.pairs > length, f"a length of {length} can't fit pairs={self.pairs}; it needs {4 * self.pairs}"),
             (
                 self.random_rest and not self.noise and self.vocabulary <= length,

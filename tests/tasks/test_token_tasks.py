@@ -170,6 +170,10 @@ def test_copies_are_packed_to_the_length() -> None:
         ("mqar", ["pairs=5"], 18, "20"),
         ("mqar", ["vocabulary=64"], 64, "vocabulary=64"),
         ("mqar", ["power=0.0"], 64, "power=0.0"),
+        ("mqar", ["power=nan"], 64, "power=nan: must be from"),
+        ("mqar", ["power=inf"], 64, "power=inf: must be from"),
+        ("mqar", ["power=400.0"], 4096, "power=400.0: must be from 1e-06 to 32"),
+        ("mqar", ["power=5e-324"], 64, "power=5e-324: must be from"),
         ("mqar", ["vocabulary=8", "noise=4"], 64, "at least 10"),
         ("mqar", ["noise=-1"], 64, "noise=-1"),
         ("mqar", ["noise=4", "random_rest=false"], 64, "random_rest=true"),
@@ -184,6 +188,14 @@ def test_copies_are_packed_to_the_length() -> None:
 def test_what_can_t_be_made_is_refused(name: str, options: list[str], length: int, wanted: str) -> None:
     with pytest.raises(TaskError, match=wanted):
         named(name, options).sample(0, 0, BYTES, length)
+
+
+@pytest.mark.parametrize("power", ["1e-6", "32"])
+def test_extreme_powers_prefer_opposite_ends(power: str) -> None:
+    """A small power prefers the first slots, and a large one the last."""
+    sample = named("mqar", [f"power={power}", "vocabulary=100000"]).sample(0, 0, BYTES, 2**16)
+    middle = sum(sample.meta["places"]) / len(sample.meta["places"])
+    assert (middle < 2**15) == (power == "1e-6")
 
 
 def test_a_value_that_follows_its_key_is_the_next_token() -> None:

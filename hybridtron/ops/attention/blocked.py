@@ -1,8 +1,9 @@
-"""Attention by blocks of queries over the keys that they can reach: linear in the row's length where a window is set.
+"""Attention by blocks of queries, each over the keys that it can reach: with a window, linear in the row's length.
 
-For any device, and what a CPU runs. Neither scores nor masks of the row's length squared are ever made at once.
+Runs on any device, and is the fallback of a CPU on which the compiled form cannot run. Scores and masks of the row's
+length squared never exist at once.
 
-Legend as in `reference`; a block's queries are the last ones of its span of keys.
+Legend as in `reference`; a block's queries are the last tokens of its span of keys.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from hybridtron.ops.attention.reference import (
 from hybridtron.ops.dispatch import Implementation, untraced
 
 BLOCK = 256
-"""Queries of a block: on a CPU 128 and 512 were slower at windows from 256 to 2048."""
+"""Queries of a block. On a CPU, 128 and 512 were slower at windows from 256 to 2048."""
 
 
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def blocked(inputs: AttentionInputs) -> Tensor:
-    """Blocks of queries, each by torch's own attention with its part of the mask."""
+    """Run torch's own attention block by block, each block with its part of the mask."""
     q_BLHK, keys, window = inputs.q_BLHK, with_memory(inputs), inputs.window
     window = None if window is None or window >= keys.keys_BSGK.shape[1] else window
     if window is None and keys.documents_BS is None:
@@ -37,7 +38,7 @@ def blocked(inputs: AttentionInputs) -> Tensor:
 
     spans = _reach(keys, q_BLHK.shape[1], window)
     q_blocks = q_BLHK.transpose(1, 2).split(BLOCK, dim=2)
-    # Without a window, spans can be as long as the row: then all their masks or gradients at once would be quadratic.
+    # Without a window, spans can be as long as the row: all their masks or gradients at once would then be quadratic.
     wide = window is None and sum(stop - start for start, stop in spans) > 8 * keys.keys_BSGK.shape[1]
     cut = _slices if wide else _SharedSlices.apply
     k_spans, v_spans = (cut(x.transpose(1, 2), spans) for x in (keys.keys_BSGK, keys.values_BSGK))
@@ -49,7 +50,7 @@ def blocked(inputs: AttentionInputs) -> Tensor:
 
     y_blocks = []
     for q, k, v, span in zip(q_blocks, k_spans, v_spans, spans, strict=True):
-        if wide:  # backward makes the mask again
+        if wide:  # backward builds the mask again instead of keeping it
             y_blocks.append(checkpoint(attend, q, k, v, *span, use_reentrant=False, preserve_rng_state=False))
         else:
             y_blocks.append(attend(q, k, v, *span))
@@ -60,13 +61,14 @@ BLOCKED = Implementation("blocked", blocked)
 
 
 class BlockMasks:
-    """The additive mask of each block over its span of keys. Without documents all inner blocks have the same."""
+    """Additive masks of blocks over their spans of keys. Without documents, blocks of equal shape share a mask."""
 
     def __init__(self, keys: AttentionKeys, window: int | None, dtype: torch.dtype) -> None:
         self.keys, self.window, self.dtype = keys, window, dtype
         self.made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, queries: int, start: int, stop: int) -> Tensor:
+        """Return the mask over the keys start:stop for the last `queries` tokens among them."""
         shape = (queries, stop - start)
         if (mask := self.made.get(shape)) is None:
             visible = visible_keys(self.keys, start, stop, queries, self.window)
@@ -78,14 +80,14 @@ class BlockMasks:
 
 
 def _slices(x_BGSK: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """Overlapping spans of keys, as views."""
+    """Return overlapping spans of keys, as views."""
     return tuple(x_BGSK[:, :, start:stop] for start, stop in spans)
 
 
 class _SharedSlices(torch.autograd.Function):
-    """`_slices`, but their gradients are added up in one buffer.
+    """Autograd function like `_slices` that accumulates the gradients in one buffer.
 
-    A plain slice brings a gradient as long as the row, which is quadratic in L over all blocks.
+    The gradient of a plain slice is as long as the row, which over all blocks is quadratic in L.
     """
 
     @staticmethod
@@ -102,12 +104,12 @@ class _SharedSlices(torch.autograd.Function):
 
 
 def _reach(keys: AttentionKeys, length: int, window: int | None) -> list[tuple[int, int]]:
-    """For each block of queries, the span of keys that it can see at most; the block is the end of its span."""
+    """Return each query block's widest span of visible keys; the block itself ends its span."""
     total = keys.keys_BSGK.shape[1]
     places = range(total - length, total, BLOCK)
     starts = [0 if window is None else max(0, place - window + 1) for place in places]
     if keys.documents_BS is not None and keys.documents_BS.device.type == "cpu":
-        # Nothing before the document of a block's first query can be seen. On a GPU, to read this would be to wait.
+        # Keys before the document of a block's first query can't be seen. On a GPU the host would wait to learn this.
         documents_BS = keys.documents_BS.contiguous()
         firsts_BN = documents_BS[:, total - length :: BLOCK].contiguous()
         begins = torch.searchsorted(documents_BS, firsts_BN).amin(0).tolist()

@@ -1,7 +1,7 @@
-"""Attention by the kernels of the flash-attn packages, versions 2, 3 and 4; run so far against emulations only.
+"""Attention by the kernels of the flash-attn packages, versions 2, 3 and 4; tested so far against emulations only.
 
-Version 3 is for Hopper, version 4 for Hopper and Blackwell; they are packages of their own. On Hopper the order of the
-three is that of the model's rates (`planning/rates.py`), as no GPU has measured them here.
+Version 3 is for Hopper, version 4 for Hopper and Blackwell; they are packages of their own. On Hopper the three are
+ordered by modelled rates (`planning/rates.py`), not by measurements.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from hybridtron.ops.attention.reference import AttentionInputs
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_borders
 
-PACKAGE = "flash_attn.flash_attn_interface"  # of flash-attn 2: other packages have a `flash_attn` without its functions
+PACKAGE = "flash_attn.flash_attn_interface"  # flash-attn 2; other packages have a `flash_attn` without its functions
 
 
 @dataclass(frozen=True)
 class FlashVersion:
-    """One of the packages."""
+    """One of the flash-attn packages, and the inputs that its kernels take."""
 
     package: str
-    made_for: tuple[int, ...] | None = None  # first numbers of compute capabilities; None: all
-    unlimited: int | None = -1  # how a side of the window without a limit is called
-    longest: int = 256  # channels of a head
-    longest_repeatable: int = 256  # of which gradients can be the same bits again
-    step: int = 1  # which number channels of a head are a multiple of
+    made_for: tuple[int, ...] | None = None  # major numbers of compute capabilities; None: all
+    unlimited: int | None = -1  # how the package writes a window side without a limit
+    longest: int = 256  # channels of the largest head
+    longest_repeatable: int = 256  # channels of the largest head with bit-reproducible gradients
+    step: int = 1  # a head's channels must be a multiple of this
 
     def missing(self) -> str | None:
-        """Why it has no kernels for this device."""
+        """Return the reason why the package has no kernels for this device, or None."""
         capability = compute_capability()
         if self.made_for is None or (capability is not None and capability[0] in self.made_for):
             return None
@@ -46,11 +46,11 @@ class FlashVersion:
             return f"takes heads of at most {self.longest} channels, a multiple of {self.step}, not {channels}"
         if is_deterministic() and channels > self.longest_repeatable:
             return f"adds up gradients of heads of {channels} channels in no fixed order"
-        # It could skip no padding in front of the keys, which a memory has wherever rows remember unequally much.
+        # A memory has padding before its keys if rows remember different numbers of tokens; the kernels can't skip it.
         return None if inputs.memory is None else "takes no remembered keys"
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
-        """Rows as one batch, or all documents side by side."""
+        """Attend to rows as one batch, or to their documents as sequences of variable length."""
         q_BLHK, k_BLGK, v_BLGK, window, documents_BL, _, borders_E = inputs
         flash = optional_package(self.package).module
         assert flash is not None
@@ -78,7 +78,7 @@ class FlashVersion:
 
 
 def _output(given: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
-    """Version 4 gives the logarithms of the sums beside it."""
+    """Return the output alone; version 4 returns it with the log-sum-exp of each query."""
     return given[0] if isinstance(given, tuple) else given
 
 
@@ -95,4 +95,4 @@ FLASH_ATTN_3 = _implementation(
 FLASH_ATTN_4 = _implementation(
     "flash-attn-4", FlashVersion("flash_attn.cute.interface", made_for=(9, 10), unlimited=None, longest=128, step=8)
 )
-FASTEST_FIRST = (FLASH_ATTN_3, FLASH_ATTN_4, FLASH_ATTN)  # by the model's rates, not measured
+FASTEST_FIRST = (FLASH_ATTN_3, FLASH_ATTN_4, FLASH_ATTN)  # by modelled rates, not measured

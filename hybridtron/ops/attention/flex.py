@@ -1,15 +1,15 @@
-"""Attention as FlexAttention, for CUDA: windows, documents and remembered keys in one kernel, on the tiles that count.
+"""Attention as FlexAttention, for CUDA: windows, documents and remembered keys in one kernel, on visible tiles alone.
 
-As documents count up along a row, what a token sees is one run of keys: from the first key that its window and its
-document hold, to its own. Both ends only go forward along a row. So of the 128 x 128 tiles of queries and keys, those
-that any query of a tile sees are a run too, from where its first query begins to where its last one ends; and those
-that all its queries see whole, which need no mask, are the run from where its last query begins to where its first one
-ends. Nothing of L x L is ever made, only a list of tiles, (B, L / 128, S / 128).
+As documents count up along a row, a token sees one run of keys: from the first key that its window and its document
+hold, to its own. Both ends only move forward along a row. So of the 128 x 128 tiles of queries and keys, those that any
+query of a tile sees are a run too, from where its first query begins to where its last one ends; and those that all its
+queries see in full, which need no mask, are the run from where its last query begins to where its first one ends.
+No tensor of L x L ever exists, only lists of tiles, (B, L / 128, S / 128).
 
-These lists are made by some dozens of small operations: without documents and memory once for given sizes, with
-documents once a batch, in its first layer with this window, and in every call where keys are remembered.
-FlexAttention has no backward on a CPU; there its forward is tested, and the tiles.
-Right on an H200 (benchmarks/gpu.md).
+Some dozens of small operations make these lists: without documents and memory once for given sizes, with documents once
+for each batch and window, and with remembered keys in every call.
+FlexAttention has no backward pass on a CPU; tests there cover its forward pass and the tiles.
+Correct on an H200 (benchmarks/gpu.md).
 
 Legend as in `attention`; T tiles of queries, U tiles of keys.
 """
@@ -30,7 +30,7 @@ from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, flex_unsupported_re
 
 
 def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether a query sees a key, by their numbers in the row and among all keys."""
+    """Return FlexAttention's mask function: True if a query, by its index in the row, sees a key of all S keys."""
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= seen.first_BL[b, query]) & (key <= seen.last_L[query])
@@ -39,7 +39,7 @@ def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor
 
 
 def block_mask(seen: SeenKeys, total: int) -> BlockMask:
-    """The tiles that some of their queries see; those that all of them see whole need no mask."""
+    """Build the block mask: tiles seen in part, which need a mask, and tiles that all their queries see in full."""
     length, device = len(seen.last_L), seen.last_L.device
     begins_T = torch.arange(0, length, TILE, device=device)
     ends_T = (begins_T + TILE - 1).clamp(max=length - 1)
@@ -53,17 +53,17 @@ def block_mask(seen: SeenKeys, total: int) -> BlockMask:
 
 @functools.lru_cache(maxsize=8)
 def _mask_of_sizes(batch: int, length: int, window: int | None, device: torch.device) -> BlockMask:
-    """Without documents and memory."""
+    """Build the block mask of rows without documents and memory."""
     queries = torch.empty(batch, length, 0, 0, device=device)
     return block_mask(seen_keys(AttentionInputs(queries, queries, queries, window)), length)
 
 
 _of_batches: MutableMapping[Tensor, dict[int | None, BlockMask]] = WeakIdKeyDictionary()
-"""By the documents of a batch, as long as it lives, and by window."""
+"""Block masks by the documents of a batch, for as long as that tensor lives, and by window."""
 
 
 def _mask_of_batch(inputs: AttentionInputs, documents_BL: Tensor) -> BlockMask:
-    """Without memory."""
+    """Return the block mask of a batch with documents and without memory; build it at the first call."""
     by_window = _of_batches.setdefault(documents_BL, {})
     if inputs.window not in by_window:
         by_window[inputs.window] = block_mask(seen_keys(inputs), inputs.q_BLHK.shape[1])
@@ -78,7 +78,7 @@ def _unsupported_reason(inputs: AttentionInputs) -> str | None:
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """All rows in one call."""
+    """Attend to all rows in one call of FlexAttention."""
     q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory, _ = inputs
     k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
     if memory is not None or (documents_BL is not None and torch.compiler.is_compiling()):

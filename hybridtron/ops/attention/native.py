@@ -20,7 +20,7 @@ def _unsupported_reason(inputs: AttentionInputs) -> str | None:
     return unsupported_types(*inputs[:3])
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # the compiled function is not an operation of torch
 def attention(inputs: AttentionInputs) -> Tensor:
     q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory, _ = inputs
     rows, length = q_BLHK.shape[:2]
@@ -33,7 +33,7 @@ def attention(inputs: AttentionInputs) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _first_of_sizes(rows: int, length: int, window: int | None) -> Tensor:
-    """The first key that each query sees, without documents and memory."""
+    """Return the first key that each query sees (B, L), without documents and memory."""
     last_L = torch.arange(length)
     first_L = torch.zeros_like(last_L) if window is None else (last_L - window + 1).clamp(min=0)
     return first_L.repeat(rows, 1)

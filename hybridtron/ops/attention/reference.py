@@ -7,8 +7,7 @@ keys count as the tokens just before the row, in the row's first document. Posit
 keys arrive rotated. No dropout, no bias, no attention to the future.
 
 Legend: B rows, L tokens, H query heads, G key/value heads (query head h reads h // (H // G)), K head size, M remembered
-tokens, S = M + L keys in all,
-Q some of the queries, C the range of keys that they can reach.
+tokens, S = M + L keys in all, Q some of the queries, C the range of keys that they can reach.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class AttentionMemory(NamedTuple):
-    """Keys (rotated) and values of tokens before a row; the last length_B[b] of the M entries of row b are real."""
+    """Keys (rotated) and values of tokens before a row; in row b the last length_B[b] of M entries count."""
 
     keys_BMGK: Tensor
     values_BMGK: Tensor
@@ -31,7 +30,7 @@ class AttentionMemory(NamedTuple):
 
 
 def joined(memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with what is remembered before them."""
+    """Return keys and values with the remembered ones before them."""
     if memory is None:
         return k_BLGK, v_BLGK
     return torch.cat((memory.keys_BMGK, k_BLGK), dim=1), torch.cat((memory.values_BMGK, v_BLGK), dim=1)
@@ -40,9 +39,10 @@ def joined(memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor) -> tu
 def remember(
     memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor, documents_BL: Tensor | None, keep: int | None
 ) -> AttentionMemory:
-    """The memory after a row: its last `keep` tokens, zeros before them where there are fewer; None keeps every token.
+    """Return the memory after a row: the last `keep` tokens, or all of them if None.
 
-    With `keep` the shape never changes from row to row, without it M grows by L.
+    With `keep` the shape is the same after every row, padded with zeros in front; without it M grows by L. Tokens of
+    earlier documents than the row's last do not count in `length_B`.
     """
     batch, length = k_BLGK.shape[:2]
     if documents_BL is None:
@@ -62,9 +62,10 @@ def remember(
 
 
 class AttentionInputs(NamedTuple):
-    """Heads of a row, and what they see; documents count up along a row, None stands for a single document.
+    """Queries, keys and values of a row, with the limits on the keys that a query sees.
 
-    borders_E: of the documents, as `document_borders` gives them; a kernel that takes them need not wait for them then.
+    Documents count up along a row; None means a single document. `borders_E` are their boundaries as `document_borders`
+    returns them; if they are given, a kernel that needs them does not wait for the device.
     """
 
     q_BLHK: Tensor
@@ -77,9 +78,9 @@ class AttentionInputs(NamedTuple):
 
 
 class SeenKeys(NamedTuple):
-    """Where among all keys the first is that a query sees, and the last, which is its own; both only grow along a row.
+    """The first and last key that each query sees, as indices into all keys; the last is the query's own.
 
-    Tensors, as a mask may capture no number that changes from call to call.
+    Both only grow along a row. They are tensors because a mask must not capture numbers that change between calls.
     """
 
     first_BL: Tensor
@@ -87,7 +88,7 @@ class SeenKeys(NamedTuple):
 
 
 def seen_keys(inputs: AttentionInputs) -> SeenKeys:
-    """By the rules of the op."""
+    """Return the range of keys that each query sees, given window, documents and memory."""
     q_BLHK, _, _, window, documents_BL, memory, _ = inputs
     batch, length = q_BLHK.shape[:2]
     before = 0 if memory is None else memory.keys_BMGK.shape[1]
@@ -104,7 +105,7 @@ def seen_keys(inputs: AttentionInputs) -> SeenKeys:
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """Attention by the rules, with a dense mask and an fp32 softmax."""
+    """Compute attention with a dense mask, and the softmax in at least fp32."""
     q_BLHK, keys = inputs.q_BLHK, with_memory(inputs)
     visible = visible_keys(keys, 0, keys.keys_BSGK.shape[1], q_BLHK.shape[1], inputs.window)
     share = q_BLHK.shape[2] // inputs.k_BLGK.shape[2]
@@ -115,7 +116,7 @@ def attention(inputs: AttentionInputs) -> Tensor:
 
 
 class AttentionKeys(NamedTuple):
-    """Keys and values with the memory in front, and their documents (None: all are one). The row's tokens are last."""
+    """Keys and values, the memory's before the row's, and their documents (None: all are one)."""
 
     keys_BSGK: Tensor
     values_BSGK: Tensor
@@ -123,7 +124,7 @@ class AttentionKeys(NamedTuple):
 
 
 def with_memory(inputs: AttentionInputs) -> AttentionKeys:
-    """The memory before the row; its padding has a document of its own, so that no query matches it."""
+    """Put the memory before the row; its padding gets a document of its own (-1), which no query sees."""
     _, k_BLGK, v_BLGK, _, documents_BL, memory, _ = inputs
     if memory is None:
         return AttentionKeys(k_BLGK, v_BLGK, documents_BL)
@@ -135,7 +136,10 @@ def with_memory(inputs: AttentionInputs) -> AttentionKeys:
 
 
 def visible_keys(keys: AttentionKeys, start: int, stop: int, queries: int, window: int | None) -> Tensor:
-    """The rules: which keys of start:stop each of the last `queries` tokens among them sees, (Q, C) or (B, 1, Q, C)."""
+    """Return a mask: True for each key of start:stop that each of the last `queries` tokens among them sees.
+
+    Its shape is (Q, C) without documents, and (B, 1, Q, C) with them.
+    """
     places_C = torch.arange(stop - start, device=keys.keys_BSGK.device)
     distance_QC = places_C[-queries:, None] - places_C
     visible_QC = distance_QC >= 0
@@ -149,6 +153,6 @@ def visible_keys(keys: AttentionKeys, start: int, stop: int, queries: int, windo
 
 
 def attend_to_rows(inputs: AttentionInputs) -> Tensor:
-    """torch's own attention, causal over full rows: without window, documents and memory."""
+    """Run torch's own attention, causal over full rows: without window, documents and memory."""
     q, k, v = (x.transpose(1, 2) for x in inputs[:3])
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)

@@ -1,11 +1,11 @@
-"""Self-Extend: full attention whose far keys have positions that they share in groups. Jin et al. 2024, for evaluation.
+"""Self-Extend (Jin et al. 2024): full attention in which groups of far keys share a position. For evaluation only.
 
-    s_ij = q_i . k_j                       where i - j < w, with the positions that both were rotated by
+    s_ij = q_i . k_j                       where i - j < w, with the positions by which both were rotated
            q_i' . k_j'                     elsewhere: i at floor(i / G) + w - floor(w / G), j at floor(j / G)
 
-G is the group, w the number of neighbours. Far queries and keys are the near ones, turned on from their positions to
-the shared ones, so that what is carried of a row is what attention carries. Blocks of queries are scored one after
-another; there is no faster form, and training has none of this.
+G is the group, w the number of neighbours. Far queries and keys are the near ones, rotated further from their own
+positions to the shared ones. So rows carry the same memory as in plain attention. Blocks of queries are scored one
+after another. There is no faster implementation, and training does not use this.
 
 Legend as in `reference`.
 """
@@ -28,7 +28,7 @@ BLOCK = 128  # queries that are scored at a time
 
 
 class Places(NamedTuple):
-    """Where the row's tokens stand in their documents, and how queries and keys were rotated by that."""
+    """Positions of the row's tokens in their documents, and the rotation that queries and keys were given."""
 
     positions_BL: Tensor
     rope: RopeOptions
@@ -37,18 +37,18 @@ class Places(NamedTuple):
 
 @untraced
 def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions) -> Tensor:
-    """Attention to near keys as they are, and to far keys by groups."""
+    """Attend to near keys at their own positions, and to far keys at positions shared by groups."""
     keys, (_, length, _, head_dim) = with_memory(inputs), inputs.q_BLHK.shape
     total, own_BL = keys.keys_BSGK.shape[1], places.positions_BL
     back_M = torch.arange(total - length, 0, -1, device=own_BL.device)
-    positions_BS = torch.cat((own_BL[:, :1] - back_M, own_BL), dim=1)  # of what is remembered, as it is just before
+    positions_BS = torch.cat((own_BL[:, :1] - back_M, own_BL), dim=1)  # remembered tokens come just before the row
     begin = by.neighbours - by.neighbours // by.group
     far_q = _turned(inputs.q_BLHK, own_BL // by.group + begin - own_BL, places)
     far_k = _turned(keys.keys_BSGK, positions_BS // by.group - positions_BS, places)
     values_BSGK, found = at_least_fp32(keys.values_BSGK), []
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        first, last = total - length + start, total - length + stop  # of the block among the keys
+        first, last = total - length + start, total - length + stop  # the block among the keys
         near, far = slice(max(0, first - by.neighbours + 1), last), slice(0, max(0, last - by.neighbours))
         is_near, is_far = _seen(keys, first, last, by.neighbours)
         of_near = _scores(inputs.q_BLHK[:, start:stop], keys.keys_BSGK[:, near], is_near[..., near])
@@ -60,7 +60,7 @@ def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions
 
 
 def _seen(keys: AttentionKeys, first: int, last: int, neighbours: int) -> tuple[Tensor, Tensor]:
-    """Which of the keys before `last` the queries from `first` on see as near ones and as far ones, (1 or B, Q, S)."""
+    """Return two masks (1 or B, Q, S): near and far keys before `last` that each query from `first` on sees."""
     places_S = torch.arange(last, device=keys.keys_BSGK.device)
     distance_QS = places_S[first:, None] - places_S
     near, far = (distance_QS >= 0) & (distance_QS < neighbours), distance_QS >= neighbours
@@ -71,7 +71,7 @@ def _seen(keys: AttentionKeys, first: int, last: int, neighbours: int) -> tuple[
 
 
 def _turned(x: Tensor, by_BL: Tensor, places: Places) -> Tensor:
-    """Rotated on by a number of positions; YaRN's factor is in it already."""
+    """Rotate x by `by_BL` further positions, without YaRN's attention factor, which x has already."""
     return apply_rope(RopeInputs(x, *rope_table(by_BL, places.channels, replace(places.rope, attention=1.0))))
 
 

@@ -26,13 +26,13 @@ def _unsupported_reason(inputs: ConvInputs) -> str | None:
 
 
 def _repeats_bits() -> bool:
-    """From 1.6 on it adds up the gradient of its weight in a fixed order when torch asks for that."""
+    """Return True from version 1.6 on: it sums the weight's gradient in a fixed order if torch asks for that."""
     version = str(getattr(optional_package(PACKAGE).module, "__version__", "0"))
     return [int(part) for part in version.split(".")[:2]] >= [1, 6]
 
 
 def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
-    """Channels stay innermost: the layout for which the kernel takes a tail or document borders."""
+    """Run the kernel with channels innermost, the only layout for which it takes a tail or document boundaries."""
     x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
     aligned = x_BLC.stride(2) == 1 and x_BLC.stride(1) % 8 == 0 and x_BLC.stride(0) % 8 == 0
     package = optional_package(PACKAGE).module

@@ -1,13 +1,13 @@
 """The causal convolution in torch alone, with its own backward pass: the reference's sum, in place and by chunks.
 
-With p_t the sum before SiLU and g_t = dy_t silu'(p_t), the gradients are correlations with the taps turned around:
+With p_t the sum before SiLU and g_t = dy_t silu'(p_t), the gradients are correlations with the taps reversed:
 
     dx_s = sum_w weight_w g_{s+W-1-w},   dweight_w = sum_t g_t x_{t-W+1+w},   dbias = sum_t g_t
 
-where a pair (s, t) of different documents counts nothing, as in the forward pass. Backward computes p again instead of
-keeping it, which would be as large as x in fp32.
+where pairs (s, t) of different documents do not count, as in the forward pass. Backward computes p again instead of
+saving it, which would take as much memory as x in fp32.
 
-Legend as in `reference`; K tokens of one chunk, and R = T + K those that it reads.
+Legend as in `reference`; K tokens of one chunk, and the R = T + K tokens that it reads.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hybridtron.ops.conv.reference import (
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.precision import wide_type
 
-CHUNK = 256  # tokens whose taps are summed while they are in the cache
+CHUNK = 256  # tokens of a chunk, which stays in a CPU's cache while its taps are summed
 
 
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def fused(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
-    """The sum of taps a chunk at a time."""
+    """Sum the taps chunk by chunk; return y and the new tail."""
     documents_BS = None if inputs.documents_BL is None else documents_with_tail(inputs.documents_BL, inputs.width)
     return _FusedConv.apply(*inputs._replace(documents_BL=documents_BS)), new_tail(inputs)
 
@@ -45,7 +45,7 @@ FUSED = Implementation("fused", fused)
 
 
 class _FusedConv(torch.autograd.Function):
-    """Keeps its inputs only."""
+    """Autograd function that saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *fields: Any) -> Tensor:
@@ -91,7 +91,7 @@ class _FusedConv(torch.autograd.Function):
 def _chunks(
     x_BLC: Tensor, tail_BTC: Tensor | None, documents_BS: Tensor | None, width: int
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """The tokens of each chunk, with the inputs that its taps read and their documents."""
+    """Yield each chunk's tokens, the inputs that its taps read, and the documents of these inputs."""
     for start in range(0, x_BLC.shape[1], CHUNK):
         tokens = slice(start, start + CHUNK)
         x_BRC = x_BLC[:, max(start - (width - 1), 0) : tokens.stop]

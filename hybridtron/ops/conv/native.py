@@ -16,11 +16,11 @@ from hybridtron.ops.native.tensors import Tokens, address, first_part, like, rea
 from hybridtron.ops.precision import wide_type
 
 MOST_TAPS = 32  # as in convolution.cpp
-WORTH = 2**16  # inputs that are worth a thread
+WORTH = 2**16  # inputs that justify one more thread
 
 
 class ConvolutionTask(ctypes.Structure):
-    """`Convolution` in convolution.cpp."""
+    """Arguments of the compiled functions: `Convolution` in convolution.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "width", "activation")),
@@ -29,9 +29,9 @@ class ConvolutionTask(ctypes.Structure):
     )
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # the compiled function is not an operation of torch
 def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
-    """The new tail is made as everywhere."""
+    """Run the compiled convolution; return y and the new tail."""
     given = (inputs.x_BLC, inputs.weight_CW, inputs.bias_C, inputs.tail_BTC)
     return _NativeConv.apply(*given, starts_of(inputs.documents_BL), inputs.activation), new_tail(inputs)
 
@@ -44,7 +44,7 @@ NATIVE = Implementation("native", causal_conv, "cpu", unsupported_reason=_unsupp
 
 
 class _NativeConv(torch.autograd.Function):
-    """Keeps its inputs only."""
+    """Autograd function that saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:

@@ -21,7 +21,7 @@ from hybridtron.ops.precision import wide_type
 
 
 class ConvInputs(NamedTuple):
-    """A row and its taps; without a tail zeros come before the row, without documents a row is one stream."""
+    """A row and its taps. Without a tail zeros precede the row; without documents the row is one stream."""
 
     x_BLC: Tensor
     weight_CW: Tensor
@@ -36,7 +36,7 @@ class ConvInputs(NamedTuple):
 
 
 def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
-    """y in the type of x, and the tail for the row that follows."""
+    """Return y in the dtype of x, and the tail for the next row."""
     x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
     wide, width = wide_type(x_BLC), inputs.width
     x_BSC = with_tail(x_BLC, tail_BTC, width).to(wide)
@@ -52,25 +52,25 @@ def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
 
 
 def with_tail(x_BLC: Tensor, tail_BTC: Tensor | None, width: int) -> Tensor:
-    """The row with the tail, or zeros, before it."""
+    """Return the row with the tail before it, or with zeros if there is none."""
     if tail_BTC is None:
         return F.pad(x_BLC, (0, 0, width - 1, 0))
     return torch.cat([tail_BTC.to(x_BLC.dtype), x_BLC], dim=1)
 
 
 def documents_with_tail(documents_BL: Tensor, width: int) -> Tensor:
-    """The tail's tokens count to the row's first document."""
+    """Return the documents of tail and row; the tail belongs to the row's first document."""
     return torch.cat([documents_BL[:, :1].expand(-1, width - 1), documents_BL], dim=1)
 
 
 def reached(x_BSC: Tensor, documents_BS: Tensor | None, tap: int, width: int) -> Tensor:
-    """What a tap reads for each token: the input W - 1 - tap tokens before, or zero out of another document."""
+    """Return a tap's input for each token: x from W - 1 - tap tokens before, or zero from another document."""
     end = x_BSC.shape[1] - (width - 1) + tap
     return masked_at_borders(x_BSC[:, tap:end], documents_BS, tap, width)
 
 
 def masked_at_borders(tensor_BLC: Tensor, documents_BS: Tensor | None, tap: int, width: int) -> Tensor:
-    """Zero where a tap reaches from one document into another."""
+    """Set the tokens to zero at which a tap reaches into another document."""
     if documents_BS is None or tap == width - 1:
         return tensor_BLC
     length = tensor_BLC.shape[1]
@@ -79,7 +79,10 @@ def masked_at_borders(tensor_BLC: Tensor, documents_BS: Tensor | None, tap: int,
 
 
 def new_tail(inputs: ConvInputs) -> Tensor:
-    """The last W - 1 inputs, copied: a view would keep the whole row in memory."""
+    """Return the last W - 1 inputs, with zeros for those of other documents than the row's last.
+
+    They are a copy: a view would keep the full row in memory.
+    """
     x_BLC, width, documents_BL = inputs.x_BLC, inputs.width, inputs.documents_BL
     recent = slice(max(x_BLC.shape[1] - (width - 1), 0), None)
     x_BTC = with_tail(x_BLC[:, recent], inputs.tail_BTC, width)[:, -(width - 1) :]

@@ -1,8 +1,7 @@
-"""The causal convolution by Triton kernels of our own, which take a tail and document borders together.
+"""The causal convolution by Triton kernels of our own, which take a tail and document boundaries together.
 
-They add up in a fixed order and keep their inputs only. Compared with the reference in Triton's interpreter, and
-compiled for sm_90; right on an H200
-(benchmarks/gpu.md).
+They sum in a fixed order and save only their inputs. Compared with the reference in Triton's interpreter, compiled for
+sm_90, and correct on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations

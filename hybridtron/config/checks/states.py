@@ -52,7 +52,7 @@ def _order(phase: ResolvedPhase) -> Iterator[Problem]:
         yield Problem("states.chunks", f"is {states.chunks}, must divide global_batch={settings.global_batch}")
     elif states.chunks > 1 and not walking:
         yield Problem("states.chunks", f"is {states.chunks}, which belongs to mode=tbtt: use 1")
-    elif phase.lanes % settings.micro_batch:
+    elif settings.micro_batch >= 1 and phase.lanes % settings.micro_batch:  # a smaller one is reported by its limit
         lanes = f"global_batch={settings.global_batch} / chunks={states.chunks} = {phase.lanes} lanes"
         yield Problem("states.chunks", f"leaves {lanes}, which micro_batch={settings.micro_batch} does not divide")
 

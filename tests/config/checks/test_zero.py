@@ -1,0 +1,20 @@
+"""Sizes of zero: they are reported by their limits, and no other rule divides by them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtron.config.check import check
+from hybridtron.config.load import load
+
+
+@pytest.mark.parametrize(
+    ("argument", "others"),
+    [
+        ("phases.0.micro_batch=0", ["states.mode=tbtt"]),
+        ("phases.0.micro_batch=0", ["states.mode=passing", "states.carry=[ssm]"]),
+    ],
+)
+def test_zero_is_reported_by_its_limit(argument: str, others: list[str]) -> None:
+    key = argument.partition("=")[0]
+    assert [(one.key, one.message) for one in check(load([*others, argument]))] == [(key, "is 0, must be at least 1")]

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 
-from hybridtron.architecture.adapters import adapter_problems
+from hybridtron.architecture.adapters import AdaptersConfig, adapter_problems
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import parse
 from hybridtron.architecture.table import architecture, parameter_table
@@ -73,10 +73,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
     if (adapters := phase.model.adapters) is not None and not of_model:
         table = parameter_table(replace(phase.model, adapters=None))
         yield from (Problem(f"model.adapters.{p.key}", p.message) for p in adapter_problems(table, adapters))
-        length = phase.settings.seq_len // phase.config.parallel.context
-        if adapters.dropout and length == phase.settings.micro_batch:
-            how = f"knows tokens from rows by their number, but a rank reads {length} rows of {length} tokens"
-            yield Problem("model.adapters.dropout", f"{how} at a time: use another micro_batch, or 0")
+        yield from _adapter_dropout(phase, adapters)
     for section in ("data", "states", "optim", "precision"):
         yield from limit_problems(getattr(phase, section), section)
     if phase.data.feed is Feed.dali and not is_there("nvidia.dali"):
@@ -85,6 +82,16 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
     yield from _optim(phase.optim)
     yield from parallel_problems(phase, world_size)
     yield from precision_problems(phase)
+
+
+def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator[Problem]:
+    """Check that a rank does not read equally many rows and tokens per row, which dropout could not distinguish."""
+    if (context := phase.config.parallel.context) < 1:
+        return  # reported by its limit
+    length = phase.settings.seq_len // context
+    if adapters.dropout and length == phase.settings.micro_batch:
+        how = f"knows tokens from rows by their number, but a rank reads {length} rows of {length} tokens"
+        yield Problem("model.adapters.dropout", f"{how} at a time: use another micro_batch, or 0")
 
 
 def require(config: Config, world_size: int | None = None) -> None:

@@ -13,6 +13,7 @@ from hybridtron.config.load import load
     [
         ("phases.0.micro_batch=0", ["states.mode=tbtt"]),
         ("phases.0.micro_batch=0", ["states.mode=passing", "states.carry=[ssm]"]),
+        ("parallel.context=0", ["model.adapters={preset: lora, dropout: 0.1}"]),
     ],
 )
 def test_zero_is_reported_by_its_limit(argument: str, others: list[str]) -> None:

@@ -157,7 +157,8 @@ BESIDE = [
     SourceFile(path) for room in ("benchmarks", "examples", "slurm", "tools") for path in (ROOT / room).rglob("*.py")
 ]
 EVERYTHING = [*SOURCES, *BESIDE, SourceFile(ROOT / "train.py")]
-LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 300, 40
+LINES_OF_A_FILE = 500
+LINES_OF_A_FUNCTION = 60
 LONG_FUNCTIONS = {  # Triton kernels: a comment above each says why it is one function
     "hybridtron/ops/conv/kernels.py _backward",
     "hybridtron/ops/scan/kernels.py _retrace",

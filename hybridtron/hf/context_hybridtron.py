@@ -42,8 +42,8 @@ def of_a_share(*_: Any) -> NoReturn:
 state_before = of_a_share
 earlier_shares = of_a_share
 sum_over_shares = of_a_share
-scan_total = of_a_share
-ssd_total = of_a_share
-decay_total = of_a_share
-gla_total = of_a_share
-delta_total = of_a_share
+scan_transition = of_a_share
+ssd_transition = of_a_share
+decay_transition = of_a_share
+gla_transition = of_a_share
+delta_transition = of_a_share

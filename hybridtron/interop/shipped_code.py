@@ -31,7 +31,7 @@ GENERATED = "mixers_hybridtron"
 STAND_INS = {
     "parallel.linear": "linear_hybridtron",
     "parallel.context": "context_hybridtron",
-    "ops.total": "context_hybridtron",
+    "ops.transition": "context_hybridtron",
 }
 IMPLEMENTATIONS = {
     **dict.fromkeys(("selective_scan", "ssd_scan", "decay_scan", "gla_scan", "delta_scan"), "chunked"),

@@ -18,7 +18,7 @@ from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32, wide_type
-from hybridtron.ops.total import delta_total
+from hybridtron.ops.transition import delta_transition
 from hybridtron.parallel.context import read_twice, scan_from
 from hybridtron.parallel.linear import TensorGroup
 
@@ -50,7 +50,10 @@ class DeltaRule(LinearAttention):
         inputs = DeltaInputs(q_BLHN, k_BLHN, given.v_BLHP, beta_BLH, g_BLHG, documents_BL=seq.documents_BL)
         inputs = read_twice(inputs, seq)
         return scan_from(
-            lambda h_BHNP: delta_scan(inputs._replace(state_BHNP=h_BHNP)), given.state, seq, lambda: delta_total(inputs)
+            lambda h_BHNP: delta_scan(inputs._replace(state_BHNP=h_BHNP)),
+            given.state,
+            seq,
+            lambda: delta_transition(inputs),
         )
 
     @abstractmethod

@@ -11,7 +11,7 @@ from hybridtron.architecture.gla import GLASpec
 from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.precision import at_least_fp32
-from hybridtron.ops.total import gla_total
+from hybridtron.ops.transition import gla_transition
 from hybridtron.parallel.context import read_twice, scan_from
 from hybridtron.parallel.linear import TensorGroup, column_parallel
 
@@ -33,7 +33,7 @@ class GLA(LinearAttention):
         inputs = read_twice(inputs, seq)
         return scan_from(
             lambda h_BHNP: gla_scan(inputs._replace(state_BHNP=h_BHNP)), state, seq,
-            lambda: gla_total(inputs),
+            lambda: gla_transition(inputs),
         )  # fmt: skip
 
     def log_decays(self, x_LBD: Tensor) -> Tensor:

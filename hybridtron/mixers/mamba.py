@@ -13,7 +13,7 @@ from hybridtron.mixers.base import Mixer, Out, State, as_stored, beside_as_store
 from hybridtron.mixers.sparse import SparseBranch, projected_heads
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.scan import ScanInputs, selective_scan
-from hybridtron.ops.total import scan_total
+from hybridtron.ops.transition import scan_transition
 from hybridtron.parallel.context import scan_from, tokens_before
 from hybridtron.parallel.linear import (
     InParts,
@@ -73,7 +73,7 @@ class Mamba(Mixer):
         )
         y_BLE, h_BEN = scan_from(
             lambda h_BEN: selective_scan(given._replace(state_BEN=h_BEN)), before.get("ssm"), seq,
-            lambda: scan_total(given),
+            lambda: scan_transition(given),
         )  # fmt: skip
         new, aux = {"ssm": h_BEN, "conv": tail}, {}
         if self.spec.sparse is not None:

@@ -24,7 +24,7 @@ from hybridtron.ops.gated_norm import (
 from hybridtron.ops.multiplied import multiplied
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
-from hybridtron.ops.total import ssd_total
+from hybridtron.ops.transition import ssd_transition
 from hybridtron.parallel.context import read_twice, scan_from, tokens_before
 from hybridtron.parallel.linear import (
     InParts,
@@ -102,7 +102,7 @@ class Mamba2(Mixer):
         given = read_twice(given, seq)
         y_BLHP, new["ssm"] = scan_from(
             lambda h_BHPN: ssd_scan(given._replace(state_BHPN=h_BHPN)), before.get("ssm"), seq,
-            lambda: ssd_total(given),
+            lambda: ssd_transition(given),
         )  # fmt: skip
         aux: dict[str, Tensor] = {}
         if self.spec.sparse is not None:

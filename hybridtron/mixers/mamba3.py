@@ -28,7 +28,7 @@ from hybridtron.ops.documents import document_starts
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.ssd import DecayInputs, decay_scan
-from hybridtron.ops.total import decay_total
+from hybridtron.ops.transition import decay_transition
 from hybridtron.ops.turns import AngleInputs, TurnInputs, angles, turn_pairs, turned
 from hybridtron.parallel.context import read_twice, scan_from, state_before, tokens_before
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
@@ -108,7 +108,7 @@ class Mamba3(Mixer):
         inputs = read_twice(inputs, seq)
         y_BLHP, last_BHPN = scan_from(
             lambda h_BHPN: decay_scan(inputs._replace(state_BHPN=summed(h_BHPN, first_BHPN))), before.get("ssm"), seq,
-            lambda: decay_total(inputs),
+            lambda: decay_transition(inputs),
         )  # fmt: skip
         back_BH1S = -turns.angles_BLHS[:, -1].unsqueeze(2)
         return y_BLHP, {"ssm": turned(last_BHPN, back_BH1S), **new}

@@ -16,7 +16,7 @@ from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.rope import RopeInputs, apply_rope
 from hybridtron.ops.ssd import DecayInputs, decay_scan
-from hybridtron.ops.total import decay_total
+from hybridtron.ops.transition import decay_transition
 from hybridtron.parallel.context import read_twice, scan_from
 from hybridtron.parallel.linear import TensorGroup
 
@@ -43,7 +43,7 @@ class RetNet(LinearAttention):
         inputs = read_twice(inputs, seq)
         y_BLHP, last_BHPN = scan_from(
             lambda h_BHPN: decay_scan(inputs._replace(state_BHPN=h_BHPN)), state, seq,
-            lambda: decay_total(inputs),
+            lambda: decay_transition(inputs),
         )  # fmt: skip
         back = (table[:, -1:].expand(-1, v_BLHP.shape[3], -1) for table in (cos_BLk, -sin_BLk))
         return y_BLHP, apply_rope(RopeInputs(last_BHPN.transpose(1, 2), *back)).transpose(1, 2)

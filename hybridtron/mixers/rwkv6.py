@@ -17,7 +17,7 @@ from hybridtron.mixers.token_shift import token_before
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.precision import at_least_fp32
-from hybridtron.ops.total import gla_total
+from hybridtron.ops.transition import gla_transition
 from hybridtron.parallel.context import read_twice, scan_from
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
@@ -57,7 +57,7 @@ class RWKV6(Mixer):
         inputs = read_twice(inputs, seq)
         y_BLHP, new["ssm"] = scan_from(
             lambda h_BHNP: read_before_step(inputs._replace(state_BHNP=h_BHNP), self.bonus), before.get("ssm"), seq,
-            lambda: gla_total(inputs),
+            lambda: gla_transition(inputs),
         )  # fmt: skip
         return Out(self.out_proj(self.normed(y_BLHP).to(x_LBD.dtype) * F.silu(self.g_proj(g_LBD))), new, {})
 

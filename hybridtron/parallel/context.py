@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hybridtron.data.batch import Batch, RowShare, SeqInfo
 from hybridtron.ops.attention import AttentionMemory
-from hybridtron.ops.total import Factors, Matrices
+from hybridtron.ops.transition import StateTransition
 from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.plain_values import all_gather_tensors, broadcast_value
 
@@ -97,47 +97,45 @@ Scan = Callable[[Tensor | None], tuple[Tensor, Tensor]]
 
 
 def scan_from(
-    scan: Scan, state: Tensor | None, seq: SeqInfo, total: Callable[[], Factors | Matrices]
+    scan: Scan, state: Tensor | None, seq: SeqInfo, transition: Callable[[], StateTransition]
 ) -> tuple[Tensor, Tensor]:
     """Run a recurrence over this rank's sequence shard; return the outputs and the state after it.
 
-    `scan` runs the recurrence from a given state, or from zeros for None. `total` returns the shard's state
-    transition. A shard is scanned twice: from zeros to get its contribution e, then from its true initial state.
+    `scan` runs the recurrence from a given state, or from zeros for None. `transition` returns the shard's
+    state transition. A shard is scanned twice: from zeros to get its contribution e, then from its true initial state.
     """
     if seq.share is None:
         return scan(state)
-    return scan(state_before(scan(None)[1], total(), state, seq.share))
+    return scan(state_before(scan(None)[1], transition(), state, seq.share))
 
 
-def state_before(added: Tensor, total: Factors | Matrices | None, state: Tensor | None, share: RowShare) -> Tensor:
+def state_before(added: Tensor, transition: StateTransition | None, state: Tensor | None, share: RowShare) -> Tensor:
     """Return the state at the start of this shard, from every shard's final state e_r and its transition T_r.
 
     A prefix scan by doubling combines shards 0 to r - 1: in each round a rank receives the result of the rank 1, 2, 4,
-    ... before it. `added` is e_r, the state that the shard's scan from zeros ends in. `total` is T_r; None means the
-    identity.
+    ... before it. `added` is e_r, the state that the shard's scan from zeros ends in. `transition` is T_r; None means
+    the identity.
     """
-    apply = torch.matmul if isinstance(total, Matrices) else torch.mul
     wide = (-1, *[1] * (added.dim() - 1))
-    enters, passes = share.enters_B.view(wide), (share.enters_B & share.unbroken_B).view(wide)
-    through = torch.ones_like(added) if total is None else _multiplier(total)
-    through = torch.where(passes, through, 0)
-    one = through.new_ones(through.shape[-1]).diag() if isinstance(total, Matrices) else through.new_ones(())
-    through, added = _shifted(through, share, 1), _shifted(added, share, 1)
-    through = through if share.rank else through + one  # rank 0 received zeros: no shard precedes it, T is the identity
+    enters = share.enters_B.view(wide)
+    passes = (share.enters_B & share.unbroken_B).view(wide)
+    if transition is None:
+        transition = StateTransition(torch.ones_like(added))
+    values = _shifted(torch.where(passes, transition.values, 0), share, 1)
+    added = _shifted(added, share, 1)
+    identity = values.new_ones(values.shape[-1]).diag() if transition.is_matrix else values.new_ones(())
+    # rank 0 received zeros: no shard precedes it, so that its T is the identity
+    through = transition._replace(values=values if share.rank else values + identity)
     hop = 1
     while hop < share.size - 1:
-        earlier, earlier_added = _shifted(through, share, hop), _shifted(added, share, hop)
-        earlier = earlier if share.rank >= hop else earlier + one
-        added, through = added + apply(through, earlier_added), apply(through, earlier)
+        earlier, earlier_added = _shifted(through.values, share, hop), _shifted(added, share, hop)
+        earlier = earlier if share.rank >= hop else earlier + identity
+        added = added + through.apply(earlier_added)
+        through = through._replace(values=through.apply(earlier))
         hop *= 2
     if state is not None:
-        added = added + apply(through, state.to(added.dtype))
+        added = added + through.apply(state.to(added.dtype))
     return torch.where(enters, added, 0)
-
-
-def _multiplier(total: Factors | Matrices) -> Tensor:
-    """Return the transition's tensor: a matrix per head, or elementwise factors."""
-    return total.matrix_BHNN if isinstance(total, Matrices) else total.factor
 
 
 def tokens_before(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: SeqInfo) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What a mixer's row leaves of the state before it is what its recurrence says: it hands that on as it is."""
+"""A mixer hands on the state that its recurrence's transition predicts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, observed
-from hybridtron.ops.total import Total, delta_total, gla_total, scan_total, ssd_total
+from hybridtron.ops.transition import StateTransition, delta_transition, gla_transition, scan_transition, ssd_transition
 from hybridtron.parallel.linear import SINGLE_RANK
 
 SIZES, LENGTH = ModelSizes(width=16, num_sublayers=4), 21
-KINDS: dict[str, tuple[dict[str, Any], Callable[[Any], Total]]] = {
-    "mamba": ({"state": 4}, scan_total),
-    "mamba2": ({"state": 6, "head_dim": 8}, ssd_total),
-    "gla": ({"heads": 2, "conv": 3}, gla_total),
-    "rwkv6": ({"head_dim": 8, "mix_rank": 3, "decay_rank": 5}, gla_total),
-    "gated_deltanet": ({"heads": 4, "key_heads": 2, "negative_eigenvalues": True}, delta_total),
-    "kda": ({"heads": 2, "expand_k": 0.5}, delta_total),
+KINDS: dict[str, tuple[dict[str, Any], Callable[[Any], StateTransition]]] = {
+    "mamba": ({"state": 4}, scan_transition),
+    "mamba2": ({"state": 6, "head_dim": 8}, ssd_transition),
+    "gla": ({"heads": 2, "conv": 3}, gla_transition),
+    "rwkv6": ({"head_dim": 8, "mix_rank": 3, "decay_rank": 5}, gla_transition),
+    "gated_deltanet": ({"heads": 4, "key_heads": 2, "negative_eigenvalues": True}, delta_transition),
+    "kda": ({"heads": 2, "expand_k": 0.5}, delta_transition),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_carried_state_enters_the_next_by_its_total(kind: str) -> None:
-    options, total_of = KINDS[kind]
+def test_a_carried_state_enters_the_next_by_its_transition(kind: str) -> None:
+    options, transition_of = KINDS[kind]
     spec = SPECS[kind](**options)
     mixer = build_mixer(spec, SIZES, SINGLE_RANK)
     for name, weight in mixer.named_parameters():
@@ -40,15 +40,15 @@ def test_a_carried_state_enters_the_next_by_its_total(kind: str) -> None:
     mixer, seq = mixer.double(), SeqInfo.stream(2, LENGTH)
     with torch.no_grad():
         before = mixer(torch.randn(LENGTH, 2, 16, dtype=torch.float64), None, seq).state
-        x, totals = torch.randn(LENGTH, 2, 16, dtype=torch.float64), []
+        x, calls = torch.randn(LENGTH, 2, 16, dtype=torch.float64), []
 
         def watch(op: Op[Any, Any], inputs: Any) -> None:
             if any(field.startswith("state_") for field in inputs._fields):
-                totals.append(inputs)
+                calls.append(inputs)
 
         with observed(watch):
             after = mixer(x, before, seq).state["ssm"]
         own = mixer(x, {**before, "ssm": torch.zeros_like(before["ssm"])}, seq).state["ssm"]
-        (inputs,) = totals
-        assert_close(total_of(inputs).of(before["ssm"]) + own, after, rtol=1e-11, atol=1e-12)
+        (inputs,) = calls
+        assert_close(transition_of(inputs).apply(before["ssm"]) + own, after, rtol=1e-11, atol=1e-12)
         assert not torch.allclose(own, after)

@@ -5,40 +5,41 @@ With S_i the sum of g over the tokens of i's document in the chunk, up to i itse
     A_ij = sum over n of q_in k_jn exp(S_in - S_jn)   for j <= i
     P_ij = sum over n of k_in k_jn exp(S_in - S_jn)   for j < i
 
-of tokens of one document (`decay`), what a token corrects, w_i = v_i - s_i^T k_i, is what h_in and the tokens before it
-leave of v_i:
+between tokens of one document (`decay`), a token's correction w_i = v_i - s_i^T k_i is v_i less the values that h_in
+and the tokens before it already give for k_i:
 
     w_i = v_i - h_in^T (k_i exp(S_i)) - sum_{j < i} P_ij u_j,   u_i = beta_i w_i
 
 This is a triangular system with ones on its diagonal, (I + P diag(beta)) W = V - (K exp(S)) h_in, solved in the wide
-type: the WY form of the product of the tokens' matrices, Yang et al. 2024. With u known the rest is the recurrence
-without the delta rule, whose values are u:
+type: the WY form of the product of the tokens' matrices, Yang et al. 2024. With u known, the rest is the recurrence
+without the delta rule, with u as its values:
 
     y_i   = sum_{j <= i} A_ij u_j + h_in^T (q_i exp(S_i))
     h_out = exp(S_T) h_in + sum_j (k_j exp(S_T - S_j)) u_j^T
 
 Only the chunk's first document sees h_in, and only its last enters h_out.
 
-Backward, with dh the gradient of h_out. y and h_out are linear in u, and u is in the w of all after it. With x_i the
-gradient of w's right side, which is dv_i:
+Backward, with dh the gradient of h_out. y and h_out are linear in u, and the w of every later token depends on u. With
+x_i the gradient of the right side of w_i, which is dv_i:
 
     du_j = sum_{i >= j} A_ij dy_i + dh^T (k_j exp(S_T - S_j)) - sum_{i > j} P_ij x_i,   x_i = beta_i du_i
     dv_i = x_i,   dbeta_i = w_i . du_i,   dA_ij = dy_i . u_j,   dP_ij = - x_i . u_j
     dh_in = exp(S_T) dh + sum_i (q_i exp(S_i)) dy_i^T - sum_i (k_i exp(S_i)) x_i^T
 
-the first a triangular system again, (I + P^T diag(beta)) dU = A^T dY + (K exp(S_T - S)) dh. dbeta_i: beta_j stands in
-the system as beta_j w_j, so it gets w_j . (what u_j gets). In P and in the right side keys read, as queries do in A and
-y: they are a second row of readers, with -x in the place of dy. All readers get through pairs and from h_in
+The first is a triangular system again, (I + P^T diag(beta)) dU = A^T dY + (K exp(S_T - S)) dh. On dbeta: beta_j is in
+the system only as u_j = beta_j w_j, so its gradient is w_j . du_j. In P and in the right side, keys read as queries do
+in A and y. They are a second row of readers, with -x in the place of dy. The gradient of every reader r, through pairs
+and from h_in, is
 
     dr_i = sum_j dA_ij k_j exp(S_i - S_j) + exp(S_i) h_in dy_i
 
-and keys as what is read sum_i dA_ij r_i exp(S_i - S_j) + exp(S_T - S_j) dh u_j. g_t stands between every j < t and
+and a key that is read gets sum_i dA_ij r_i exp(S_i - S_j) + exp(S_T - S_j) dh u_j. g_t stands between every j < t and
 every i >= t, and so
 
-    dg_t = sum_{i >= t} (sum over readers of r_i dr_i, less what keys get through pairs, times k_i)
+    dg_t = sum_{i >= t} (sum over readers of r_i dr_i, less k_i times its gradient as a key that pairs read)
            + sum_{j < t} k_j exp(S_T - S_j) dh u_j + sum over values of exp(S_T) h_in dh
 
-entry by entry of the key or summed over it, over tokens of t's document.
+for each key channel or summed over them, over tokens of t's document.
 
 Legend: as in `reference`; T tokens of one chunk; 2: queries and keys, as readers.
 """
@@ -58,12 +59,12 @@ from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd.decay import Sight
 
-CHUNK = 64  # tokens of a triangular system; backward keeps one state per chunk
+CHUNK = 64  # tokens of a triangular system; forward saves one state per chunk for backward
 
 
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """Products over whole chunks, which backward computes again instead of keeping what is between them."""
+    """Scan by products over full chunks; backward computes their inner values again instead of saving them."""
     if inputs.v_BLHP.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
         return delta_scan(inputs)
     q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, _, documents_BL = inputs
@@ -76,7 +77,7 @@ CHUNKED = Implementation("chunked", chunked)
 
 
 class DeltaRow(NamedTuple):
-    """The inputs without the state, in the order in which the gradients are made."""
+    """The inputs without the state, in the order of the gradients."""
 
     v_BLHP: Tensor
     q_BLHN: Tensor
@@ -91,7 +92,7 @@ class DeltaRow(NamedTuple):
         return chunks_of(self.v_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> DeltaChunk:
-        """A few tokens in the type to compute in."""
+        """Return a chunk of tokens, converted to the dtype to compute in."""
         wide = wide_type(self.v_BLHP)
         v_BHTP, q_BHTN, k_BHTN = (t[:, tokens].to(wide).transpose(1, 2) for t in self[:3])
         starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
@@ -103,7 +104,7 @@ class DeltaRow(NamedTuple):
 
 
 class DeltaChunk:
-    """T tokens, and what one computes from them and the state before them."""
+    """T tokens, with their outputs and gradients given the state before them."""
 
     def __init__(self, read_2BHTN: Tensor, v_BHTP: Tensor, beta_BHT: Tensor, decay: ChunkDecay, sight: Sight) -> None:
         self.read_2BHTN, self.k_BHTN, self.v_BHTP, self.beta_BHT1 = (
@@ -114,16 +115,16 @@ class DeltaChunk:
         )
         self.decay, self.sight = decay, sight
         self.scores_2BHTT = decay.scores(read_2BHTN, self.k_BHTN)
-        self.scores_2BHTT[1].tril_(-1)  # a token finds what was there before it
+        self.scores_2BHTT[1].tril_(-1)  # a token is corrected by the tokens before it, not by itself
         self.from_start_2BHTN = read_2BHTN * decay.since_start_BHTG
         self.to_end_BHTN = self.k_BHTN * decay.to_end_BHTG
 
     def forward(self, state_BHNP: Tensor) -> tuple[Tensor, Tensor]:
-        """y of every token (B, T, H, P), and the state after the last of them."""
+        """Return y of every token (B, T, H, P), and the state after the last token."""
         first_BT, through_B1 = self.sight.first_BT, self.sight.through_B1
         if first_BT is None or through_B1 is None:
             return self._forward(state_BHNP)
-        # products with the zeros between documents would carry what is not finite into the next document
+        # 0 times nan is nan: products with the zeros between documents would carry non-finite values into the next one
         lost_BH1P = ~state_BHNP.isfinite().all(2, keepdim=True)
         y_BTHP, next_BHNP = self._forward(state_BHNP.masked_fill(lost_BH1P, 0))
         y_BTHP.masked_fill_(lost_BH1P.transpose(1, 2) & first_BT[:, :, None, None], torch.nan)
@@ -138,7 +139,7 @@ class DeltaChunk:
     def backward(
         self, state_BHNP: Tensor, grad_y_BTHP: Tensor, grad_state_BHNP: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Gradients of (v, q, k, beta, g), of no parameters, and of the state before the chunk."""
+        """Return the gradients of (v, q, k, beta, g), of no parameters, and of the chunk's initial state."""
         decay, grad_y_BHTP = self.decay, grad_y_BTHP.transpose(1, 2)
         w_BHTP = self._corrections(self.from_start_2BHTN @ state_BHNP)
         u_BHTP = self.beta_BHT1 * w_BHTP
@@ -166,11 +167,15 @@ class DeltaChunk:
         return tuple(grad.transpose(1, 2) for grad in grads), (), grad_before_BHNP
 
     def _corrections(self, seen_2BHTP: Tensor) -> Tensor:
-        """w, from what queries and keys see of the state before the chunk."""
+        """Solve the triangular system for w.
+
+        `seen_2BHTP` holds the values that queries and keys read from the state before the chunk.
+        """
         system_BHTT = self.scores_2BHTT[1] * self.beta_BHT1.mT
         return torch.linalg.solve_triangular(system_BHTT, self.v_BHTP - seen_2BHTP[1], upper=False, unitriangular=True)
 
     def _grad_u(self, grad_y_BHTP: Tensor, grad_state_BHNP: Tensor) -> Tensor:
+        """Solve the transposed system for the gradient of u."""
         direct_BHTP = self.scores_2BHTT[0].mT @ grad_y_BHTP + self.to_end_BHTN @ grad_state_BHNP
         system_BHTT = self.scores_2BHTT[1].mT * self.beta_BHT1.mT
         return torch.linalg.solve_triangular(system_BHTT, direct_BHTP, upper=True, unitriangular=True)

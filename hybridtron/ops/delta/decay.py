@@ -1,23 +1,24 @@
-"""The decays of a chunk of the delta rule, and the pairs of tokens between which they stand.
+"""Decays within a chunk of the delta rule, and the scores between its tokens, which contain them.
 
 With S_i the sum of g over the tokens of i's document in the chunk, up to i itself, readers r (queries, and keys that
-look for what they lead to) see the keys k of their document's tokens up to their own by
+look up their stored value) see the keys k of their document's tokens, up to their own, by
 
     A_ij = sum over n of r_in k_jn exp(S_in - S_jn)        backward:  dr_i = sum_j dA_ij k_j exp(S_i - S_j)
                                                                       dk_j = sum_i dA_ij r_i exp(S_i - S_j)
 
-S_i gains r_i dr_i through the pairs that i reads, and S_j loses k_j dk_j through those that read j.
+The gradient of S_i gains r_i dr_i through the pairs that i reads, and that of S_j loses k_j dk_j through the pairs that
+read j.
 
-With one g for a head (`HeadDecay`) the decays are a factor of the scores, one T x T matrix, and what S gains are the
-row sums of A dA less its column sums: the same numbers twice, so that what cancels leaves nothing behind. With one for
-each key channel (`ChannelDecay`) they stand inside the sum over n. A is then no product of r exp(S) and k exp(-S), as
-after a few strong decays exp(-S) is beyond every number. So a chunk is cut into blocks of SUB tokens. Between the
-tokens i of a block that begins with f, and all j before the block,
+With one g for a head (`HeadDecay`) the decays are a factor of the scores, one T x T matrix, and the gradient of S is
+the row sums of A dA less its column sums: the same numbers twice, so that terms that cancel do so exactly. With one
+for each key channel (`ChannelDecay`) they stand inside the sum over n. A can't then be computed as the product of
+r exp(S) and k exp(-S), as exp(-S) overflows after a few strong decays. So a chunk is cut into blocks of SUB tokens.
+Between the tokens i of a block that begins with f, and all j before the block,
 
     A_ij = (r_i exp(S_i - S_f)) . (k_j exp(S_f - S_j))
 
 is a product with no exponent above 0, and inside a block every pair of tokens has its own exponents. S is float64, and
-what is not seen is masked in the exponent.
+pairs that do not see each other are masked in the exponent.
 
 Legend: as in `reference`; T tokens of one chunk, S of one block, K tokens before it; 2: queries and keys, as readers.
 """
@@ -36,7 +37,7 @@ SUB = 16  # tokens of a block, whose pairs have exponents of their own
 
 
 class PairGradients(NamedTuple):
-    """What comes back through the pairs: to readers, to keys, and to the sums of g."""
+    """Gradients through the pairs of tokens: those of readers, of keys, and of S."""
 
     read_2BHTN: Tensor
     k_BHTN: Tensor
@@ -44,7 +45,10 @@ class PairGradients(NamedTuple):
 
 
 class ChunkDecay:
-    """Decays from the state before the chunk, and to the one after it; 0 for tokens of other documents than theirs."""
+    """Decays of a chunk: from the state before it to each token, and from each token to the state after it.
+
+    They are 0 for tokens of other documents than the state's. Subclasses add the decays between pairs of tokens.
+    """
 
     def __init__(self, g_BHTG: Tensor, sight: Sight, dtype: torch.dtype) -> None:
         self.dtype, self.sees_B1TT = dtype, sight.tokens_BTT.unsqueeze(1)
@@ -55,22 +59,24 @@ class ChunkDecay:
         self.whole_BHG1 = self._by_token(last_BH1G, sight.through_B1).mT
 
     def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
-        """A (2, B, H, T, T), 0 where nothing is seen."""
+        """Return the scores A (2, B, H, T, T), 0 where nothing is seen."""
         raise NotImplementedError
 
     def backward(self, grad_2BHTT: Tensor, read_2BHTN: Tensor, k_BHTN: Tensor, scores_2BHTT: Tensor) -> PairGradients:
-        """From the gradients of the scores."""
+        """Return the gradients through the pairs, given those of the scores."""
         raise NotImplementedError
 
     def by_gate(self, x_BHTN: Tensor) -> Tensor:
-        """Products with what g decays, as g has them: by key channel, or summed over a head's."""
+        """Return terms of g's gradient in g's shape, as float64: by key channel, or summed over a head's channels."""
         x_BHTN = x_BHTN.double()
         return x_BHTN.sum(-1, keepdim=True) if self.sum_BHTG.shape[3] == 1 else x_BHTN
 
     def grad_g(self, gain_BHTG: Tensor, loss_BHTG: Tensor, through_BH1G: Tensor) -> Tensor:
-        """From what S gains by reading, what it loses towards the state, and what decays through the whole chunk.
+        """Return the gradient of g, the sum of three parts.
 
-        g_t is in S_i of t and all after it, and in S_T - S_j of what leads from the tokens before it to the state.
+        `gain_BHTG` is the gradient of S through reading, `loss_BHTG` that of S_T - S_j through writing to the state
+        after the chunk, and `through_BH1G` belongs to the state that decays through the full chunk. g_t is in S_i for t
+        and all tokens after it, and in S_T - S_j for the tokens j before it.
         """
         sees_B1TT = self.sees_B1TT.double()
         grad_g_BHTG = sees_B1TT.mT @ gain_BHTG + sees_B1TT.tril(-1) @ loss_BHTG
@@ -99,13 +105,13 @@ class HeadDecay(ChunkDecay):
 
 
 class DecayBlock(NamedTuple):
-    """The tokens of a block, those before it, and the decays between them; 0 where nothing is seen."""
+    """A block's tokens, the tokens before it, and the decays between them; 0 where nothing is seen."""
 
     tokens: slice
     past: slice
-    from_first_BHSN: Tensor  # exp(S_i - S_f) of its tokens
-    to_first_BHKN: Tensor  # exp(S_f - S_j) of those before it
-    inside_BHSSN: Tensor  # exp(S_i - S_j) of its own pairs
+    from_first_BHSN: Tensor  # exp(S_i - S_f) for its tokens i
+    to_first_BHKN: Tensor  # exp(S_f - S_j) for the tokens j before it
+    inside_BHSSN: Tensor  # exp(S_i - S_j) for its own pairs
 
 
 class ChannelDecay(ChunkDecay):
@@ -140,13 +146,13 @@ class ChannelDecay(ChunkDecay):
         return PairGradients(grad_read_2BHTN, grad_k_BHTN, gain_BHTN)
 
     def _blocks(self) -> Iterator[DecayBlock]:
-        """The chunk's blocks of tokens from the first to the last."""
+        """Yield the chunk's blocks of tokens, from the first to the last."""
         length, sees_B1TT, sum_BHTN = self.sum_BHTG.shape[2], self.sees_B1TT, self.sum_BHTG
         for start in range(0, length, SUB):
             tokens, past, first = slice(start, min(start + SUB, length)), slice(start), slice(start, start + 1)
             sum_BHSN, first_BH1N = sum_BHTN[:, :, tokens], sum_BHTN[:, :, first]
-            # sums of different documents don't compare; what shares none with the block's first token sees nothing
-            # before the block
+            # Sums of different documents can't be compared. A token of another document than the block's first token
+            # sees nothing before the block.
             yield DecayBlock(
                 tokens,
                 past,
@@ -160,7 +166,10 @@ class ChannelDecay(ChunkDecay):
             )
 
     def _seen_in(self, block: DecayBlock, read_2BHTN: Tensor, k_BHTN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's readers, the keys before it as its first token sees them, and its own as each of them does."""
+        """Return a block's readers and two tensors of decayed keys.
+
+        The keys before the block are decayed to its first token, and its own keys to each of its readers.
+        """
         k_BHSN = k_BHTN[:, :, block.tokens]
         return (
             read_2BHTN[..., block.tokens, :],

@@ -1,6 +1,6 @@
 """The delta rule compiled for this CPU: a triangular system and products in the cache (`native/delta.h`).
 
-Legend: as in `reference`; Q value sizes filled up to whole vectors.
+Legend: as in `reference`; Q value size, padded to full vectors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridtron.ops.native.tensors import Tokens
 
 
 class DeltaTask(ctypes.Structure):
-    """`Delta` in delta.h."""
+    """Arguments of the compiled functions: `Delta` in delta.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "states", "gates")),
@@ -29,6 +29,8 @@ class DeltaTask(ctypes.Structure):
 
 
 class NativeDeltaRow(NamedTuple):
+    """Inputs of the compiled recurrence, in the order of their gradients; a `NativeRow`."""
+
     v_BLHP: Tensor
     q_BLHN: Tensor
     k_BLHN: Tensor
@@ -47,7 +49,7 @@ class NativeDeltaRow(NamedTuple):
         return {"rows": rows, "length": length, "heads": heads, "size": size, "states": states, "gates": gates}
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # the compiled function is not an operation of torch
 def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, _, documents_BL = inputs
     row = NativeDeltaRow(v_BLHP, q_BLHN, k_BLHN, beta_BLH, g_BLHG, initial_state(inputs))

@@ -5,10 +5,11 @@
     h_t = s_t + k_t u_t^T,   y_t = h_t^T q_t
 
 g has one entry for each key channel (KDA), or one for all of a head (Gated DeltaNet). Keys are expected to have length
-1: then beta = 1 writes v_t in the place of what k_t led to, and steps up to 2 keep the state bounded. Where a new
+1: then beta = 1 replaces the value stored for k_t by v_t, and any beta up to 2 keeps the state bounded. Where a new
 document begins, nothing of the document before it remains.
 
-Not here: projections, what normalizes q and k, what makes g and beta, a scale of the queries, and norms (mixers).
+Not here but in the mixers: projections, the normalization of q and k, how g and beta are computed, a scale of the
+queries, and norms.
 
 Legend: B rows, L tokens, H heads, N key size, P value size; G = N, or 1 where all keys of a head decay alike.
 """
@@ -25,7 +26,7 @@ from hybridtron.ops.precision import state_before, wide_type
 
 
 class DeltaInputs(NamedTuple):
-    """Tokens, and the state before the row, zeros if None; without documents a row is one stream."""
+    """A row's tokens and the state before it (None: zeros). Without documents the row is one stream."""
 
     q_BLHN: Tensor
     k_BLHN: Tensor
@@ -37,7 +38,7 @@ class DeltaInputs(NamedTuple):
 
 
 def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """y in the type of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in the dtype of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
     wide = wide_type(inputs.v_BLHP)
     q, k, v, beta, g = (t.to(wide) for t in inputs[:5])
     h_BHNP, starts_BL = initial_state(inputs), document_starts(inputs.documents_BL)
@@ -54,5 +55,5 @@ def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
 
 
 def initial_state(inputs: DeltaInputs) -> Tensor:
-    """The state before the row, in the type to compute in."""
+    """Return the state before the row, in the dtype to compute in."""
     return state_before(inputs.state_BHNP, inputs.v_BLHP, *inputs.k_BLHN.shape[2:], inputs.v_BLHP.shape[3])

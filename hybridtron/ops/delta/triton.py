@@ -1,7 +1,6 @@
-"""The delta rule by Triton kernels of our own (`kernels`): states in and out, documents, the same bits again.
+"""The delta rule by Triton kernels of our own (`kernels`), with states in and out, documents, and reproducible bits.
 
-Compared with the reference in Triton's interpreter, and compiled for sm_90; right on an H200
-(benchmarks/gpu.md).
+Compared with the reference in Triton's interpreter, compiled for sm_90, and correct on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from hybridtron.ops.delta.reference import DeltaInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
-MOST_KEYS, MOST_VALUES = 128, 256  # of a head: a program carries all keys of a state, for some values
+MOST_KEYS, MOST_VALUES = 128, 256  # of a head; a program holds all keys of a state, for some of its values
 
 
 def _unsupported_reason(inputs: DeltaInputs) -> str | None:

@@ -5,8 +5,8 @@ With S_i the sum of g over the tokens of i's document in the chunk, up to i itse
     y_i   = sum_{j <= i} A_ij v_j + h_in^T (q_i exp(S_i)),   A_ij = sum over n of q_in k_jn exp(S_in - S_jn)
     h_out = exp(S_T) h_in + sum_j (k_j exp(S_T - S_j)) v_j^T
 
-A is no product of q exp(S) and k exp(-S): after a few strong decays exp(-S) is beyond every number. So a chunk is cut
-into blocks of SUB tokens. Between the tokens i of a block that begins with r, and all j before the block,
+A can't be computed as the product of q exp(S) and k exp(-S): exp(-S) overflows after a few strong decays. So a chunk is
+cut into blocks of SUB tokens. Between the tokens i of a block that begins with r, and all j before the block,
 
     A_ij = (q_i exp(S_i - S_r)) . (k_j exp(S_r - S_j))
 
@@ -18,11 +18,12 @@ Backward, with M_ij = dy_i . v_j where i sees j, and dh the gradient of h_out:
     dk_j = sum_i M_ij q_i exp(S_i - S_j) + exp(S_T - S_j) dh v_j
     dv_j = sum_i A_ij dy_i + dh^T (k_j exp(S_T - S_j))
     dh_in = exp(S_T) dh + sum_i (q_i exp(S_i)) dy_i^T
-    dg_t = sum_{s >= t} (q_s dq_s - k_s dk_s) + sum over values of h_out dh       entry by entry of the key
+    dg_t = sum_{s >= t} (q_s dq_s - k_s dk_s) + sum over values of h_out dh       for each key channel
 
-over the tokens s of t's document, the last term for those of the last document: g_t is in what leads from every j < t
-to every i >= t, and to h_out. In q_s dq_s stands all that leads to s, and in k_s dk_s all that leads from s, to h_out
-too, which the last term holds whole; what leads from one s >= t to another cancels. It is summed in float64.
+over the tokens s of t's document, with the last term only for tokens of the last document. For g_t decays every path
+from a j < t, or from h_in, to an i >= t or to h_out. q_s dq_s has all paths that end at s, k_s dk_s all that begin at
+s, also those to h_out, and the last term all paths to h_out. So paths from one s >= t to another, or to h_out, cancel.
+The sums are in float64.
 
 Legend: as in `reference`; T tokens of one chunk, S of one block, K tokens before it.
 """
@@ -42,13 +43,13 @@ from hybridtron.ops.gla.reference import GLAInputs, gla_scan, initial_state
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd.decay import Sight, decays
 
-CHUNK = 64  # tokens that see each other through a matrix; backward keeps one state per chunk
+CHUNK = 64  # tokens that see each other through a matrix; forward saves one state per chunk for backward
 SUB = 16  # tokens of a block, whose pairs have exponents of their own
 
 
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
-    """Matrix products over whole chunks, which backward computes again instead of keeping what is between them."""
+    """Scan by products over full chunks; backward computes their inner values again instead of saving them."""
     if inputs.v_BLHP.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
         return gla_scan(inputs)
     row = GLARow(inputs.v_BLHP, *inputs[:2], inputs.g_BLHN, document_starts(inputs.documents_BL))
@@ -60,7 +61,7 @@ CHUNKED = Implementation("chunked", chunked)
 
 
 class GLARow(NamedTuple):
-    """The inputs without the state, in the order in which the gradients are made."""
+    """The inputs without the state, in the order of the gradients."""
 
     v_BLHP: Tensor
     q_BLHN: Tensor
@@ -74,7 +75,7 @@ class GLARow(NamedTuple):
         return chunks_of(self.v_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> GLAChunk:
-        """A few tokens in the type to compute in."""
+        """Return a chunk of tokens, converted to the dtype to compute in."""
         wide = wide_type(self.v_BLHP)
         v_BHTP, q_BHTN, k_BHTN = (t[:, tokens].to(wide).transpose(1, 2) for t in self[:3])
         starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
@@ -83,17 +84,17 @@ class GLARow(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The tokens of a block, those before it, and the decays between them; 0 where nothing is seen."""
+    """A block's tokens, the tokens before it, and the decays between them; 0 where nothing is seen."""
 
     tokens: slice
     past: slice
-    from_first_BHSN: Tensor  # exp(S_i - S_r) of its tokens
-    to_first_BHKN: Tensor  # exp(S_r - S_j) of those before it
-    inside_BHSSN: Tensor  # exp(S_i - S_j) of its own pairs
+    from_first_BHSN: Tensor  # exp(S_i - S_r) for its tokens i
+    to_first_BHKN: Tensor  # exp(S_r - S_j) for the tokens j before it
+    inside_BHSSN: Tensor  # exp(S_i - S_j) for its own pairs
 
 
 class GLAChunk:
-    """T tokens, and what one computes from them and the state before them."""
+    """T tokens, with their outputs and gradients given the state before them."""
 
     def __init__(
         self, q_BHTN: Tensor, k_BHTN: Tensor, v_BHTP: Tensor, g_BHTN: Tensor, sight: Sight, starts_BT: Tensor | None
@@ -107,7 +108,7 @@ class GLAChunk:
         self.whole_BHN1 = self._decays_by_token(last_BH1N, sight.through_B1).mT
 
     def forward(self, state_BHNP: Tensor) -> tuple[Tensor, Tensor]:
-        """y of every token (B, T, H, P), and the state after the last of them."""
+        """Return y of every token (B, T, H, P), and the state after the last token."""
         y_BHTP = self._of_first_document((self.q_BHTN * self.since_start_BHTN) @ state_BHNP)
         for block in self.blocks():
             q_BHSN, k_BHKN = self._towards_first(block)
@@ -117,13 +118,13 @@ class GLAChunk:
         return y_BHTP.transpose(1, 2), self.next_state(state_BHNP)
 
     def next_state(self, state_BHNP: Tensor) -> Tensor:
-        """The state after the last token."""
+        """Return the state after the last token."""
         return self._passed_through(self.whole_BHN1 * state_BHNP) + (self.k_BHTN * self.to_end_BHTN).mT @ self.v_BHTP
 
     def backward(
         self, state_BHNP: Tensor, grad_y_BTHP: Tensor, grad_state_BHNP: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Gradients of (v, q, k, g), of no parameters, and of the state before the chunk."""
+        """Return the gradients of (v, q, k, g), of no parameters, and of the chunk's initial state."""
         grad_y_BHTP = grad_y_BTHP.transpose(1, 2)
         grad_q_BHTN = self._of_first_document(self.since_start_BHTN * (grad_y_BHTP @ state_BHNP.mT))
         grad_k_BHTN = self.to_end_BHTN * (self.v_BHTP @ grad_state_BHNP.mT)
@@ -138,13 +139,13 @@ class GLAChunk:
         return tuple(grad.transpose(1, 2) for grad in grads), (), grad_before_BHNP
 
     def blocks(self) -> Iterator[Block]:
-        """The chunk's blocks of tokens from the first to the last."""
+        """Yield the chunk's blocks of tokens, from the first to the last."""
         length, sees_B1TT, sum_BHTN = self.sum_BHTN.shape[2], self.tokens_B1TT, self.sum_BHTN
         for start in range(0, length, SUB):
             tokens, past, first = slice(start, min(start + SUB, length)), slice(start), slice(start, start + 1)
             sum_BHSN, first_BH1N = sum_BHTN[:, :, tokens], sum_BHTN[:, :, first]
-            # sums of different documents don't compare; what shares none with the block's first token sees nothing
-            # before the block
+            # Sums of different documents can't be compared. A token of another document than the block's first token
+            # sees nothing before the block.
             yield Block(
                 tokens,
                 past,
@@ -158,7 +159,7 @@ class GLAChunk:
     def _backward_of(
         self, block: Block, grad_y_BHTP: Tensor, grad_q_BHTN: Tensor, grad_k_BHTN: Tensor, grad_v_BHTP: Tensor
     ) -> None:
-        """Adds what a block's tokens send back, to themselves and to those before them."""
+        """Accumulate the gradients that flow from a block's outputs, to its own tokens and to those before it."""
         tokens, past, inside_BHSSN = block.tokens, block.past, block.inside_BHSSN
         grad_y_BHSP = grad_y_BHTP[:, :, tokens]
         q_BHSN, k_BHKN = self._towards_first(block)
@@ -172,22 +173,22 @@ class GLAChunk:
         grad_v_BHTP[:, :, tokens] += self._scores_inside(block).mT @ grad_y_BHSP
 
     def _grad_g(self, of_queries_BHTN: Tensor, of_keys_BHTN: Tensor, to_state_BHN: Tensor) -> Tensor:
-        """Of g, from q dq, k dk and h_out dh."""
+        """Return the gradient of g, given q dq, k dk and h_out dh."""
         later_B1TT = self.tokens_B1TT.mT.double()
         grad_g_BHTN = later_B1TT @ (of_queries_BHTN.double() - of_keys_BHTN.double())
         to_state_BH1N = to_state_BHN.unsqueeze(2)
         if self.sight.last_BT is None or self.starts_BT is None:
             return grad_g_BHTN + to_state_BH1N
         grad_g_BHTN += to_state_BH1N.masked_fill(~_every_token(self.sight.last_BT), 0)
-        return grad_g_BHTN.masked_fill_(_every_token(self.starts_BT), 0)  # exactly: it decays nothing
+        return grad_g_BHTN.masked_fill_(_every_token(self.starts_BT), 0)  # exactly 0: it decays nothing
 
     def _towards_first(self, block: Block) -> tuple[Tensor, Tensor]:
-        """The block's queries and the keys before it, whose products are their scores."""
+        """Return a block's queries and the keys before it, both decayed so that their products are the scores."""
         q_BHSN, k_BHKN = self.q_BHTN[:, :, block.tokens], self.k_BHTN[:, :, block.past]
         return q_BHSN * block.from_first_BHSN, k_BHKN * block.to_first_BHKN
 
     def _scores_inside(self, block: Block) -> Tensor:
-        """A_ij of a block's own pairs (B, H, S, S)."""
+        """Return A_ij for a block's own pairs (B, H, S, S)."""
         q_BHS1N, k_BHSN1 = self.q_BHTN[:, :, block.tokens].unsqueeze(3), self.k_BHTN[:, :, block.tokens].unsqueeze(-1)
         return ((q_BHS1N * block.inside_BHSSN).transpose(2, 3) @ k_BHSN1).squeeze(-1).mT
 
@@ -198,16 +199,19 @@ class GLAChunk:
         return self._decays(exponent_BHTN, None if seen_BT is None else _every_token(seen_BT))
 
     def _of_first_document(self, x_BHTP: Tensor) -> Tensor:
-        """What the state before the chunk adds: 0 for other documents, also where the state is infinite."""
+        """Set x to 0 for tokens outside the chunk's first document, which alone sees the state before the chunk.
+
+        A product with a zero decay would not suffice: 0 times an infinite state is nan.
+        """
         first_BT = self.sight.first_BT
         return x_BHTP if first_BT is None else x_BHTP.masked_fill(~_every_token(first_BT), 0)
 
     def _passed_through(self, state_BHNP: Tensor) -> Tensor:
-        """What is left of a state in rows where the chunk ends with the document that it began with, else 0."""
+        """Set a state to 0 in rows in which a document begins inside the chunk."""
         through_B1 = self.sight.through_B1
         return state_BHNP if through_B1 is None else state_BHNP.masked_fill(~through_B1[:, :, None, None], 0)
 
 
 def _every_token(seen_BT: Tensor) -> Tensor:
-    """As what multiplies (B, H, T, N)."""
+    """Add axes to a mask of tokens, so that it broadcasts over (B, H, T, N)."""
     return seen_BT[:, None, :, None]

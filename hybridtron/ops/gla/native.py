@@ -1,6 +1,6 @@
 """Gated linear attention compiled for this CPU: blocks of tokens by products in the cache (`native/gla.h`).
 
-Legend: as in `reference`; Q value sizes filled up to whole vectors.
+Legend: as in `reference`; Q value size, padded to full vectors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridtron.ops.native.tensors import Tokens
 
 
 class GLATask(ctypes.Structure):
-    """`Gla` in gla.h."""
+    """Arguments of the compiled functions: `Gla` in gla.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "keys", "values")),
@@ -29,6 +29,8 @@ class GLATask(ctypes.Structure):
 
 
 class NativeGLARow(NamedTuple):
+    """Inputs of the compiled recurrence, in the order of their gradients; a `NativeRow`."""
+
     v_BLHP: Tensor
     q_BLHN: Tensor
     k_BLHN: Tensor
@@ -45,7 +47,7 @@ class NativeGLARow(NamedTuple):
         return {"rows": rows, "length": length, "heads": heads, "keys": keys, "values": self.v_BLHP.shape[3]}
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # the compiled function is not an operation of torch
 def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
     q_BLHN, k_BLHN, v_BLHP, g_BLHN, _, documents_BL = inputs
     return matrix_recurrence(NativeGLARow(v_BLHP, q_BLHN, k_BLHN, g_BLHN, initial_state(inputs)), documents_BL)

@@ -2,11 +2,11 @@
 
     h_t = diag(exp(g_t)) h_{t-1} + k_t v_t^T,   y_t = h_t^T q_t,   g_t <= 0
 
-With the same g for all key channels of a head it is the core of SSD (`ssd/decay`), and with one that is constant too,
-retention (RetNet). What reads the state before a token's own step (RWKV-6) gives the queries of the next tokens. Where
-a new document begins, nothing of the document before it remains.
+With the same g for all key channels of a head it is the core of SSD (`ssd/decay`), and if g is also constant, retention
+(RetNet). A mixer that reads the state before a token's own step (RWKV-6) passes the queries of the next tokens. Where a
+new document begins, nothing of the document before it remains.
 
-Not here: projections, what makes g, a scale of the queries, and norms (mixers).
+Not here but in the mixers: projections, how g is computed, a scale of the queries, and norms.
 
 Legend: B rows, L tokens, H heads, N key size, P value size.
 """
@@ -23,7 +23,7 @@ from hybridtron.ops.precision import state_before, wide_type
 
 
 class GLAInputs(NamedTuple):
-    """Tokens, and the state before the row, zeros if None; without documents a row is one stream."""
+    """A row's tokens and the state before it (None: zeros). Without documents the row is one stream."""
 
     q_BLHN: Tensor
     k_BLHN: Tensor
@@ -34,7 +34,7 @@ class GLAInputs(NamedTuple):
 
 
 def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
-    """y in the type of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in the dtype of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
     wide = wide_type(inputs.v_BLHP)
     q, k, v, g = (t.to(wide) for t in inputs[:4])
     h_BHNP, starts_BL = initial_state(inputs), document_starts(inputs.documents_BL)
@@ -48,5 +48,5 @@ def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
 
 
 def initial_state(inputs: GLAInputs) -> Tensor:
-    """The state before the row, in the type to compute in."""
+    """Return the state before the row, in the dtype to compute in."""
     return state_before(inputs.state_BHNP, inputs.v_BLHP, *inputs.k_BLHN.shape[2:], inputs.v_BLHP.shape[3])

@@ -1,7 +1,7 @@
-"""Gated linear attention by Triton kernels of our own (`kernels`): states in and out, documents, the same bits again.
+"""Gated linear attention by Triton kernels of our own (`kernels`).
 
-Compared with the reference in Triton's interpreter, and compiled for sm_90; right on an H200
-(benchmarks/gpu.md).
+They take and return states, keep documents apart and give reproducible bits. Compared with the reference in Triton's
+interpreter, compiled for sm_90, and correct on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations

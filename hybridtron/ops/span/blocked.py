@@ -1,7 +1,7 @@
 """Span-expanded attention on a CPU: a few chunks at a time, their chosen blocks gathered in front of their own keys.
 
-Time and memory are linear in L. Backward gathers once more instead of keeping what was gathered, which would be as
-large as keys and values several times over, and takes the weights from the kept log-sum-exps, as flash attention does.
+Time and memory are linear in L. Backward gathers again, because the gathered blocks would take several times the memory
+of all keys and values. It recomputes the weights from the kept log-sum-exps, as flash attention does.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.span.reference import SpanCut, SpanInputs, chunk_spans
 
 AT_ONCE = 2048
-"""Tokens of chunks that are taken together."""
+"""Maximum number of tokens that are computed together, unless a single chunk has more."""
 BLOCK = 256
-"""Queries of a chunk that are taken together; they read no key behind the last of them."""
+"""Queries of a chunk that are computed together; keys after the last of these queries are skipped."""
 _flash: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,9 +27,9 @@ _flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
 
 
 class ChunkRun(NamedTuple):
-    """Chunks that are taken together: where their queries and own keys stand, and where their chosen blocks.
+    """Consecutive chunks that are computed together: slices of their queries, own keys and the blocks to choose from.
 
-    They are alike: of one size, with as many chosen blocks, and as many own keys that stand before the first query.
+    All have the same size, number of chosen blocks, and number of own keys before the first query.
     """
 
     rows: slice
@@ -41,11 +41,12 @@ class ChunkRun(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Queries per chunk."""
         return (self.queries.stop - self.queries.start) // self.chunks
 
 
 def _parts(cut: SpanCut, chosen: Sequence[Tensor | None], length: int, total: int) -> Iterator[ChunkRun]:
-    """All chunks of all rows, as many together as there is room for."""
+    """Yield all chunks of all rows, in runs of chunks that can be computed together."""
     for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
         most = 0 if chosen_RGTC is None else chosen_RGTC.shape[-1]
         spans = list(chunk_spans(cut, segment, total - length, most))
@@ -68,25 +69,25 @@ def _parts(cut: SpanCut, chosen: Sequence[Tensor | None], length: int, total: in
 
 
 def _cut_up(x_BLHK: Tensor, rows: slice, tokens: slice, chunks: int) -> Tensor:
-    """A part's chunks, as (rows x chunks, heads, tokens, K)."""
+    """Return the chunks of a run as (rows x chunks, heads, tokens, K)."""
     return x_BLHK[rows, tokens].unflatten(1, (chunks, -1)).flatten(0, 1).transpose(1, 2)
 
 
 def _index(part: ChunkRun) -> tuple[Tensor, ...]:
-    """Where a part's chosen blocks stand in (R, U, G, S, K)."""
+    """Return the index of a run's chosen blocks into (R, U, G, S, K)."""
     assert part.chosen_RGTC is not None
     rows, groups = part.chosen_RGTC.shape[:2]
     return torch.arange(rows)[:, None, None, None], part.chosen_RGTC, torch.arange(groups)[:, None, None]
 
 
 def _blocks(x_BSGK: Tensor, part: ChunkRun, block: int) -> Tensor:
-    """The blocks that a part can choose from, as a view (R, U, G, S, K)."""
+    """Return a view of the blocks that a run can choose from, (R, U, G, S, K)."""
     count = (part.blocks.stop - part.blocks.start) // block
     return x_BSGK[part.rows, part.blocks][:, : count * block].unflatten(1, (count, block)).transpose(2, 3)
 
 
 def _read(x_BSGK: Tensor, part: ChunkRun, block: int) -> Tensor:
-    """What a part reads: its chosen blocks, then its own tokens; (rows x chunks, G, ..., K)."""
+    """Gather keys or values of a run: its chosen blocks, then its own tokens; (rows x chunks, G, ..., K)."""
     own = _cut_up(x_BSGK, part.rows, part.keys, part.chunks)
     if part.chosen_RGTC is None:
         return own
@@ -99,7 +100,7 @@ def _read(x_BSGK: Tensor, part: ChunkRun, block: int) -> Tensor:
 
 
 def _add(total_BSGK: Tensor, grad: Tensor, part: ChunkRun, block: int) -> None:
-    """Add the gradient of what a part reads where it was read."""
+    """Add the gradient of a run's gathered keys or values to the places that they were gathered from."""
     own = part.keys.stop - part.keys.start
     rows = part.rows.stop - part.rows.start
     of_own = grad[:, :, -(own // part.chunks) :].transpose(1, 2).unflatten(0, (rows, part.chunks))
@@ -114,7 +115,7 @@ def _add(total_BSGK: Tensor, grad: Tensor, part: ChunkRun, block: int) -> None:
 def _steps(
     part: ChunkRun, q: Tensor, block: int, masks: dict[tuple[int, int, int], Tensor]
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of a part's queries, and the mask of each over all that it reads up to its last one."""
+    """Yield slices of a run's queries, each with its mask over the gathered keys up to its last query."""
     count = 0 if part.chosen_RGTC is None else part.chosen_RGTC.shape[-1] * block
     own = (part.keys.stop - part.keys.start) // part.chunks
     for start in range(0, part.size, BLOCK):
@@ -129,7 +130,7 @@ def _steps(
 
 
 class _BlockedSpanAttention(torch.autograd.Function):
-    """Attention of every chunk over what it reads."""
+    """Attention of every chunk over its chosen blocks and its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cut: SpanCut, chosen: Sequence[Tensor | None]) -> Tensor:
@@ -168,7 +169,7 @@ class _BlockedSpanAttention(torch.autograd.Function):
                 made = y_part[:, :, here], sums_part[:, :, here].contiguous()
                 of_asked, *of_seen = _flash_backward(*asked, *seen, *made, 0.0, False, attn_mask=mask)
                 of_q_part[:, :, here] = of_asked.transpose(1, 2).unflatten(0, (of_q_part.shape[0], -1))
-                if not of_read:  # the last queries see all that is read
+                if not of_read:  # the last queries see all gathered keys
                     of_read = of_seen
                     continue
                 for total, more in zip(of_read, of_seen, strict=True):
@@ -178,9 +179,9 @@ class _BlockedSpanAttention(torch.autograd.Function):
         return of_q, of_k, of_v, None, None
 
 
-@untraced  # a loop of many operations, whose number the borders of documents decide
+@untraced  # a loop whose length depends on the boundaries of documents
 def blocked(inputs: SpanInputs) -> Tensor:
-    """Chunks over what they read, gathered."""
+    """Compute attention over gathered blocks, a run of chunks at a time."""
     return _BlockedSpanAttention.apply(*inputs)
 
 

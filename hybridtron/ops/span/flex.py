@@ -1,8 +1,8 @@
-"""Span-expanded attention as FlexAttention, for CUDA: one kernel over whole rows, and tiles that nobody sees left out.
+"""Span-expanded attention by FlexAttention, for CUDA: one kernel over full rows, which skips tiles of unseen keys.
 
-The mask is asked of two small things: which chunk and which block each token stands in, and the table of the blocks
-that were chosen for each chunk. Which tiles of 128 queries and 128 keys hold anything follows from that table by two
-products, so that nothing of L x L is ever made. FlexAttention has no backward on a CPU; there its forward is tested.
+The mask is a function of two small inputs: the chunk and the block of each token, and the table of the blocks that were
+chosen for each chunk. The tiles of 128 queries and 128 keys that are not empty follow from that table by two matrix
+products, so nothing of size L x L is ever stored. FlexAttention has no backward on a CPU; there its forward is tested.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NOWHERE = -1
 
 
 class SpanPlaces(NamedTuple):
-    """Chunks and blocks of each row, numbered over all its segments, and which blocks are chosen for which chunks.
+    """The chunk and block of each token, numbered over all segments of a row, and the table of chosen blocks.
 
-    query_chunks_BL, key_chunks_BS, key_blocks_BS: -1 for keys that no segment may read; table_BGTU.
+    Keys that no segment may read have chunk and block -1. table_BGTU is True where a chunk has chosen a block.
     """
 
     query_chunks_BL: Tensor
@@ -34,7 +34,7 @@ class SpanPlaces(NamedTuple):
 
 
 def places_of(inputs: SpanInputs) -> SpanPlaces:
-    """Where every token stands, for all rows at once."""
+    """Compute the chunk and block of every token, and the table of chosen blocks, for all rows."""
     q_BLHK, k_BSGK, _, cut, chosen = inputs
     (batch, length), (total, groups) = q_BLHK.shape[:2], k_BSGK.shape[1:3]
     device, counted = q_BLHK.device, [(0, 0)] * batch
@@ -61,7 +61,7 @@ def places_of(inputs: SpanInputs) -> SpanPlaces:
 
 
 def mask_of(places: SpanPlaces, share: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether a query sees a key, by their numbers in the row and among all keys."""
+    """Return FlexAttention's mask function, which gets a query's index in the row and a key's index among all keys."""
     before = places.key_chunks_BS.shape[1] - places.query_chunks_BL.shape[1]
     key_blocks_BS = places.key_blocks_BS.clamp(min=0)
 
@@ -75,7 +75,7 @@ def mask_of(places: SpanPlaces, share: int) -> Callable[[Tensor, Tensor, Tensor,
 
 
 def tiles_of(places: SpanPlaces) -> Tensor:
-    """Which tiles of queries and keys may hold a pair that sees each other, (B, G, L / 128, S / 128)."""
+    """Return a mask of the tiles in which some query may see some key, (B, G, L / 128, S / 128)."""
     chunks, blocks = places.table_BGTU.shape[2:]
     queries_BQT = _held(places.query_chunks_BL, chunks)
     key_chunks_BCT, key_blocks_BCU = _held(places.key_chunks_BS, chunks), _held(places.key_blocks_BS, blocks)
@@ -88,14 +88,14 @@ def tiles_of(places: SpanPlaces) -> Tensor:
 
 
 def _held(numbers_BN: Tensor, count: int) -> Tensor:
-    """Which of the numbers below `count` are in each tile, (B, N / 128, count), as 0 and 1."""
+    """Mark the numbers below `count` that occur in each tile, (B, N / 128, count), as 0 and 1."""
     tiles_BNT = F.pad(numbers_BN, (0, -numbers_BN.shape[1] % TILE), value=NOWHERE).unflatten(1, (-1, TILE))
     held = torch.zeros(*tiles_BNT.shape[:2], count + 1, device=numbers_BN.device)
     return held.scatter_(-1, torch.where(tiles_BNT < 0, count, tiles_BNT), 1.0)[..., :count]
 
 
 def span_attention(inputs: SpanInputs) -> Tensor:
-    """All rows and segments in one call."""
+    """Compute attention for all rows and segments in one call."""
     q_BLHK, k_BSGK, v_BSGK, _, _ = inputs
     places, share = places_of(inputs), q_BLHK.shape[2] // k_BSGK.shape[2]
     tiles_BHQC = tiles_of(places).repeat_interleave(share, dim=1)

@@ -1,6 +1,6 @@
-"""Span-expanded attention compiled for this CPU (`native/attention.h`): chosen blocks are read where they lie.
+"""Span-expanded attention compiled for this CPU (`native/attention.h`): chosen blocks are read in place.
 
-Nothing is gathered, so besides its inputs and its output it holds one number for each query and head.
+Nothing is gathered: besides inputs and output it keeps one log-sum-exp for each query and head.
 
 Legend as in `reference`; P pieces, N places of chosen blocks.
 """
@@ -20,9 +20,9 @@ def _unsupported_reason(inputs: SpanInputs) -> str | None:
     return unsupported_types(*inputs[:3])
 
 
-@untraced  # the borders of documents decide what is read
+@untraced  # document boundaries decide which keys are read
 def span_attention(inputs: SpanInputs) -> Tensor:
-    """Chunks in pieces, over the blocks that were chosen for them and their own tokens."""
+    """Compute attention in pieces of chunks, over the chosen blocks and the chunk's own tokens."""
     return attend(*inputs[:3], plan_of(inputs))
 
 
@@ -30,7 +30,7 @@ NATIVE = Implementation("native", span_attention, "cpu", unsupported_reason=_uns
 
 
 def plan_of(inputs: SpanInputs) -> AttentionPlan:
-    """What each piece reads, as the compiled form takes it."""
+    """Return the compiled form's plan: the pieces of all chunks, and the first keys of their chosen blocks."""
     q_BLHK, k_BSGK, _, cut, chosen = inputs
     (rows, length), total = q_BLHK.shape[:2], k_BSGK.shape[1]
     first_BL = torch.zeros(rows, length, dtype=torch.int64)

@@ -1,10 +1,10 @@
-"""What span-expanded attention knows of a document's past, and the choice of blocks from it and from the row.
+"""The state of span-expanded attention, and the choice of blocks from a document's past and from the row.
 
-A row may begin anywhere in its document: in mid-chunk and in mid-block. What the tokens before it left is enough to
-continue as if they stood in the row: the summaries of the whole blocks that it may choose from, the sums of
-queries of the last blocks, and the queries of the unfinished block. (Keys and values are kept beside them, as those of
-any attention.) One exception: where the chunk's own queries choose, a row that ends in mid-chunk chooses with its own;
-so rows equal the whole only where they are cut at multiples of M.
+A row may begin anywhere in its document, even inside a chunk or a block. The state lets it continue as if the earlier
+tokens were in the row. It holds the summaries of the complete blocks to choose from, the query sums of the last blocks,
+and the queries of the unfinished block. (Keys and values are carried besides, as for any attention.) One exception: if
+a chunk's own queries choose, a row that ends inside a chunk chooses with the queries up to its end. So a document that
+is cut into rows gives the results of the uncut one only if the cuts are at multiples of M.
 
 Legend as in `reference` and `choice`; P carried blocks.
 """
@@ -23,10 +23,10 @@ from hybridtron.ops.span.reference import SpanCut, SpanSegment
 
 
 class SpanPast(NamedTuple):
-    """Of each row: the queries of its block under way, summaries and query sums of the last whole blocks.
+    """Each row's queries of the unfinished block, and summaries and query sums of the last complete blocks.
 
-    As they are carried all stand at the end of their axis, with zeros before them: (B, S - 1, H, K), (B, P, H, K),
-    (B, P', H, K). Of a segment under way there are more: its own queries, and summaries and sums of its own blocks.
+    When carried, entries are at the end of their axis, with zeros before them: (B, block - 1, H, K), (B, P, H, K),
+    (B, P', H, K). For a segment that is being computed, its own queries, summaries and query sums follow.
     """
 
     queries_BNHK: Tensor
@@ -35,7 +35,10 @@ class SpanPast(NamedTuple):
 
 
 class ChoiceRule(NamedTuple):
-    """How many blocks a chunk chooses, by the queries of the chunk before it or its own, and who asks the summaries."""
+    """The rule of choice: at most `most` blocks, by the queries of the `previous` chunk or the chunk's own.
+
+    With landmarks these summarize the blocks, instead of the blocks' queries.
+    """
 
     most: int
     previous: bool
@@ -43,14 +46,14 @@ class ChoiceRule(NamedTuple):
 
 
 class CarriedBlocks(NamedTuple):
-    """The numbers of a document's last blocks whose summaries (None: all), and whose query sums, are carried."""
+    """The number of last blocks to carry: of their summaries (None for all), and of their query sums."""
 
     summaries: int | None
     sums: int
 
 
 class Whole(NamedTuple):
-    """The length of rows, their key/value heads, and what is known of each of their segments, its past included."""
+    """Full rows: their length and number of key/value heads, and a function from a segment to its `SpanPast`."""
 
     length: int
     groups: int
@@ -61,7 +64,7 @@ class Whole(NamedTuple):
 def choose_by_relevance(
     cut: SpanCut, rule: ChoiceRule, rows: Whole, carried: CarriedBlocks
 ) -> tuple[list[Tensor | None], SpanPast]:
-    """The blocks of every chunk of every segment, and the past of what comes after the rows."""
+    """Choose blocks for every chunk of every segment; return them, and the state that the next rows continue from."""
     chosen: list[Tensor | None] = []
     ended: list[tuple[SpanSegment, SpanPast]] = []
     for segment in cut.segments:
@@ -80,7 +83,7 @@ def choose_by_relevance(
 def choose_at_random(
     cut: SpanCut, most: int, key: int, groups: Sequence[int], device: torch.device
 ) -> list[Tensor | None]:
-    """Random blocks of the past for every chunk: a function of the key, the row, its group, its chunk and the block."""
+    """Choose random past blocks for every chunk: a pure function of the key, row, head group, chunk and block."""
     chosen: list[Tensor | None] = []
     for segment in cut.segments:
         available = cut.available(segment)
@@ -99,7 +102,10 @@ def known_of(
     past: SpanPast | None,
     segment: SpanSegment,
 ) -> SpanPast:
-    """Of a segment whose queries, keys and values are all at hand. Without a past all rows begin their documents."""
+    """Compute a segment's queries, summaries and query sums, behind the carried ones, from its full q, k and v.
+
+    If `past` is None, no document continues from before the rows.
+    """
     q_BLHK, k_BSGK, v_BSGK = heads
     under_way = segment.seen % cut.block
     own = segment.keys(q_BLHK.shape[1], k_BSGK.shape[1])
@@ -114,7 +120,7 @@ def known_of(
 
 
 def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPast:
-    """What is known of a segment's own blocks, behind what was carried."""
+    """Append the summaries and query sums of a segment's own blocks to the carried ones."""
     if past is None or not segment.seen:
         return new
     carried = past.summaries_BPHK[segment.rows], past.sums_BPHK[segment.rows]
@@ -122,17 +128,17 @@ def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPa
 
 
 class OwnBlocks(NamedTuple):
-    """Of a segment's blocks those that end in a share of its rows; `counted` all of them, the unfinished one too."""
+    """The blocks of a segment that end in one sequence shard of its rows, from `begin` to `end` - 1."""
 
     begin: int
     end: int
-    counted: int
-    whole: int
-    tokens: slice  # of the rows, from which they are known
+    counted: int  # all blocks of the segment, an incomplete one included
+    whole: int  # its complete blocks
+    tokens: slice  # the tokens of the row that these blocks consist of
 
 
 def own_blocks(cut: SpanCut, segment: SpanSegment, share: slice) -> OwnBlocks:
-    """Each block belongs to the share that has its last token, so every block to one."""
+    """Return the blocks of a segment that belong to a sequence shard: those whose last token it has."""
     base = segment.start - segment.seen % cut.block
     counted = -(-(segment.stop - base) // cut.block)
 
@@ -145,7 +151,7 @@ def own_blocks(cut: SpanCut, segment: SpanSegment, share: slice) -> OwnBlocks:
 
 
 def _last(x: Tensor, count: int) -> Tensor:
-    """The last `count` entries of the second axis, zeros before them where there are fewer."""
+    """Return the last `count` entries of the second axis, with zeros before them if there are fewer."""
     missing = max(0, count - x.shape[1])
     return F.pad(x[:, x.shape[1] + missing - count :], (0, 0, 0, 0, missing, 0))
 
@@ -153,7 +159,7 @@ def _last(x: Tensor, count: int) -> Tensor:
 def _choice(cut: SpanCut, rule: ChoiceRule, segment: SpanSegment, known: SpanPast, groups: int) -> Tensor | None:
     chunks, per_chunk = cut.chunks(segment), cut.chunk // cut.block
     unfinished = -(-segment.end_place // cut.block)
-    # the sums of all blocks from the chunk before the first one on, as those of chunks
+    # query sums per chunk, beginning with the chunk before the segment's first one
     sums = _last(known.sums_BPHK, unfinished - (chunks.start - 1) * per_chunk)
     missing = -sums.shape[1] % per_chunk
     sums_RTHK = F.pad(sums, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, per_chunk)).sum(2)
@@ -164,7 +170,7 @@ def _choice(cut: SpanCut, rule: ChoiceRule, segment: SpanSegment, known: SpanPas
 
 
 def _after(ended: Sequence[tuple[SpanSegment, SpanPast]], block: int, carried: CarriedBlocks) -> SpanPast:
-    """What comes after the rows needs, of the segments that they end with."""
+    """Return the state after the rows, made from the segments that they end with."""
     count = carried.summaries
     if count is None:
         count = max(segment.end_place // block for segment, _ in ended)

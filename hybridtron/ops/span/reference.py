@@ -1,16 +1,16 @@
-"""Span-expanded attention (SE-Attn): chunks of a document that read, besides themselves, blocks of its past.
+"""Span-expanded attention (SE-Attn): each chunk of a document reads itself and selected blocks of the document's past.
 
     chunk t  the tokens t M to t M + M - 1 of a document
     block j  the tokens j S to j S + S - 1 of it; S divides M
     y_i = sum_j a_ij v_j,   a_i = softmax over the visible j of  q_i . k_j / sqrt(K)
 
 Token i sees the tokens j <= i of its own chunk, and all tokens of the blocks that were chosen for its chunk and its
-group of heads; those end before the chunk begins. How they are chosen is in `choice`. Positions are not
+group of heads; those end before the chunk begins. `choice` has the rules by which they are chosen. Positions are not
 applied here: queries and keys arrive rotated. Without chosen blocks this is attention inside chunks; `shift` makes
 all chunks begin that number of tokens earlier (the first one is then shorter), for shifted sparse attention.
 
 Rows are read as segments: consecutive tokens of one document. Chunks and blocks are counted from the start of the
-document, of which a carried memory may know the beginning.
+document, which may lie before the row, in a carried state.
 
 Legend: B rows, R those of a segment, L tokens, H query heads, G key/value heads (query head h reads h // (H // G)),
 K head size, S keys in all, of which the row's own are the last L, T chunks that a segment touches, U blocks, C chosen.
@@ -28,10 +28,10 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class SpanSegment(NamedTuple):
-    """Consecutive tokens of one document, in rows that are alike.
+    """Consecutive tokens of one document, at the same position in several rows.
 
-    `seen` tokens of the document came before the row, of which the last `kept` stand before the row's own keys and may
-    be read; the first of these is the first token of a block.
+    `seen` tokens of the document came before the row. The keys of the last `kept` tokens among them precede the row's
+    own keys and may be read; the first of these tokens begins a block.
     """
 
     rows: slice
@@ -42,20 +42,21 @@ class SpanSegment(NamedTuple):
 
     @property
     def first_place(self) -> int:
-        """The place in the document of the first token whose key is at hand."""
+        """Position in the document of the first token whose key is available."""
         return self.seen - self.kept
 
     @property
     def end_place(self) -> int:
+        """Position in the document after the segment's last token."""
         return self.seen + self.stop - self.start
 
     def keys(self, own: int, total: int) -> slice:
-        """Where its keys stand among all of a row, of which `own` are the row's."""
+        """Return the slice of the segment's keys among all `total` keys; the last `own` are the row's."""
         return slice(total - own + self.start - self.kept, total - own + self.stop)
 
 
 class SpanCut(NamedTuple):
-    """How rows are cut: into segments, and these into chunks and blocks."""
+    """The division of rows into segments, and the sizes of their chunks and blocks."""
 
     chunk: int
     block: int
@@ -63,31 +64,31 @@ class SpanCut(NamedTuple):
     shift: int = 0
 
     def chunks(self, segment: SpanSegment) -> range:
-        """The chunks of its document that a segment touches."""
+        """Return the numbers of all chunks that a segment touches, counted from the start of its document."""
         last = (segment.end_place - 1 + self.shift) // self.chunk
         return range((segment.seen + self.shift) // self.chunk, last + 1)
 
     def available(self, segment: SpanSegment) -> list[int]:
-        """For each of its chunks, how many of the blocks at hand end before the chunk begins."""
+        """Count, for each chunk of a segment, the available blocks that end before the chunk begins."""
         begins = (chunk * self.chunk - self.shift for chunk in self.chunks(segment))
         return [max(0, begin - segment.first_place) // self.block for begin in begins]
 
 
 class ChunkSpan(NamedTuple):
-    """A chunk: its queries in the row, its own keys among all, and how many blocks are chosen for it."""
+    """A chunk: the slices of its queries in the row and its own keys among all, and its number of chosen blocks."""
 
     queries: slice
     keys: slice
     count: int
 
     def continues(self, other: ChunkSpan, size: int) -> bool:
-        """Whether both are whole and read as much."""
+        """Return True if both chunks have `size` queries and own keys, and the same number of chosen blocks."""
         lengths = {s.stop - s.start for s in (self.queries, self.keys, other.queries, other.keys)}
         return lengths == {size} and self.count == other.count
 
 
 def chunk_spans(cut: SpanCut, segment: SpanSegment, before: int, most: int) -> Iterator[ChunkSpan]:
-    """The chunks of a segment; the keys of token i stand at before + i."""
+    """Yield the chunks of a segment, with at most `most` chosen blocks; the key of token i is at index before + i."""
     into_row = segment.start - segment.seen
     for chunk, available in zip(cut.chunks(segment), cut.available(segment), strict=True):
         begin = chunk * cut.chunk - cut.shift
@@ -98,13 +99,13 @@ def chunk_spans(cut: SpanCut, segment: SpanSegment, before: int, most: int) -> I
 
 
 def chosen_table(chosen_RGTC: Tensor, blocks: int) -> Tensor:
-    """Whether each of the first `blocks` blocks is chosen, (R, G, T, U); entries of -1 stand for none."""
+    """Return a mask of the chosen ones among the first `blocks` blocks, (R, G, T, U); entries of -1 mean no block."""
     table = torch.zeros(*chosen_RGTC.shape[:3], blocks + 1, dtype=torch.bool, device=chosen_RGTC.device)
     return table.scatter_(-1, torch.where(chosen_RGTC < 0, blocks, chosen_RGTC), True)[..., :blocks]
 
 
 def _visible(cut: SpanCut, segment: SpanSegment, chosen_RGTC: Tensor | None, device: torch.device) -> Tensor:
-    """The rules: which of a segment's keys each of its queries sees, (1, 1, L, S) or (R, G, L, S)."""
+    """Return a mask of a segment's keys that each of its queries sees, (1, 1, L, S) or (R, G, L, S)."""
     places_S = torch.arange(segment.first_place, segment.end_place, device=device)
     chunks_S = (places_S + cut.shift) // cut.chunk
     places_L, chunks_L = places_S[segment.kept :], chunks_S[segment.kept :]
@@ -117,10 +118,10 @@ def _visible(cut: SpanCut, segment: SpanSegment, chosen_RGTC: Tensor | None, dev
 
 
 class SpanInputs(NamedTuple):
-    """Heads, how their rows are cut, and what chunks read of the past.
+    """Queries, keys and values, the division of their rows, and the blocks chosen for each chunk.
 
-    `chosen` holds for each segment the blocks of each chunk, (R, G, T, C), counted from the first key at hand; -1 where
-    there are fewer than C; None where there are none.
+    `chosen` holds for each segment the blocks of each chunk, (R, G, T, C), counted from the first available key. Chunks
+    with fewer than C blocks are filled up with -1. None stands for a segment whose chunks have no blocks.
     """
 
     q_BLHK: Tensor
@@ -131,7 +132,7 @@ class SpanInputs(NamedTuple):
 
 
 def span_attention(inputs: SpanInputs) -> Tensor:
-    """Attention by the rules, with a dense mask and an fp32 softmax."""
+    """Compute attention by the rules, with a dense mask and an fp32 softmax."""
     q_BLHK, k_BSGK, v_BSGK, cut, chosen = inputs
     y_BLHK = torch.zeros_like(q_BLHK)
     share, groups = q_BLHK.shape[2] // k_BSGK.shape[2], k_BSGK.shape[2]

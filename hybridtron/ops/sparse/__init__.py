@@ -1,4 +1,4 @@
-"""Sparse attention: to recent keys, to first ones, to keys of the same bin of a hash, to those of largest score."""
+"""Sparse attention: to recent, first and strided keys, to keys in the same hash bin, to keys with the best scores."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.sparse import dense, reference, tiled, triton

@@ -1,11 +1,11 @@
-"""Bins of queries and keys by a random projection: vectors that are alike have one bin (locality-sensitive hashing).
+"""Bins of queries and keys by a random projection: similar vectors share a bin (locality-sensitive hashing).
 
-    argmax  the number of the column of H with the largest product, of h bins
+    argmax  the index of the column of H with the largest product: h bins
     sign    the signs of the products as a binary number, the first column its highest digit: 2^h bins
 
-Vectors are centred first. Their length decides nothing, so that they need not be normalized. Centred over its own
-features a vector has a bin that depends on no other token; over the sequence, as in code that was published with the
-method, a later token moves the bins of earlier ones. That is there to repeat results, and for nothing else.
+Vectors are centred first. Their length does not matter, so they need not be normalized. Centred over its own features,
+a vector has a bin that depends on no other token. Centred over the sequence, as in the code published with the method,
+a later token changes the bins of earlier ones. The second way is only for reproducing results.
 
 Legend as in `reference`, h hashes.
 """
@@ -19,14 +19,14 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 def hash_matrix(seed: int, size: int, hashes: int, device: torch.device) -> Tensor:
-    """Standard normal numbers (N, h) in fp32, the same on every rank."""
+    """Draw standard normal numbers (N, h) in fp32, the same on every rank."""
     generator = torch.Generator().manual_seed(seed >> 1)
     return torch.randn(size, hashes, generator=generator).to(device, non_blocking=True)
 
 
 @torch.no_grad()
 def hash_bins(x_RSN: Tensor, documents_RS: Tensor, matrix_Nh: Tensor, rule: str, centre: str) -> Tensor:
-    """The bin of every vector, (R, S) in int64."""
+    """Return the bin of every vector, (R, S) in int64."""
     wide_RSN = at_least_fp32(x_RSN)
     mean_RSN = wide_RSN.mean(-1, keepdim=True) if centre == "features" else _document_means(wide_RSN, documents_RS)
     products_RSh = (wide_RSN - mean_RSN) @ matrix_Nh.to(wide_RSN.dtype)
@@ -37,8 +37,8 @@ def hash_bins(x_RSN: Tensor, documents_RS: Tensor, matrix_Nh: Tensor, rule: str,
 
 
 def _document_means(x_RSN: Tensor, documents_RS: Tensor) -> Tensor:
-    """For every token the mean over its document, later tokens included."""
-    number_RS = documents_RS + 1  # keys that stand for no token have -1
+    """Return for every token the mean over its document, later tokens included."""
+    number_RS = documents_RS + 1  # keys without a token have document -1
     number_RSN = number_RS[..., None].expand_as(x_RSN)
     sums_RDN = x_RSN.new_zeros(len(x_RSN), int(number_RS.max()) + 1, x_RSN.shape[2])
     counts_RDN = torch.zeros_like(sums_RDN).scatter_add_(1, number_RSN, torch.ones_like(x_RSN))

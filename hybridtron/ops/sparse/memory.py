@@ -1,8 +1,8 @@
-"""What sparse attention keeps of a document's past, so that a row that was cut anywhere equals the whole row.
+"""The state of sparse attention: remembered keys, so that a document cut into rows gives the results of the uncut one.
 
-Kept are the keys that a later query can see under a budget, each with its value, its place and its score: the last
-ones, the first ones, the last ones at the stride, the last ones of every bin, the best ones. Others are never seen
-again. Bins are not kept but made again from the keys, as the hash may be another one in the next step of training.
+The memory has the keys that a later query can see under a budget, each with its value, its place and its score: the
+last ones, the first ones, the last ones at the stride, the last ones of every bin, the best ones. No later query sees
+any other key. Bins are computed from the keys again, because the hash may change with the next training step.
 
 Legend as in `reference`; M slots of the memory.
 """
@@ -21,10 +21,10 @@ from hybridtron.ops.sparse.reference import Budget
 
 
 class SparseMemory(NamedTuple):
-    """Remembered keys in the order of the text, empty slots before them.
+    """Remembered keys in the order of the text, with empty slots before them.
 
-    places_RM: the places of the tokens in their document, counted from 1; 0 where a slot is empty. length_R: how many
-    tokens of the document there were.
+    places_RM: the tokens' positions in their document, counted from 1; 0 for an empty slot. length_R: the number of the
+    document's tokens so far.
     """
 
     keys_RMN: Tensor
@@ -35,7 +35,7 @@ class SparseMemory(NamedTuple):
 
 
 class SparseKeys(NamedTuple):
-    """All keys at hand: those that are remembered, then the row's own. Documents and places as in `Seen`."""
+    """All available keys: the remembered ones, then the row's own. `Seen` describes documents and places."""
 
     keys_RSN: Tensor
     values_RSP: Tensor
@@ -45,7 +45,7 @@ class SparseKeys(NamedTuple):
 
 
 def joined(memory: SparseMemory | None, own: SparseKeys) -> SparseKeys:
-    """The row's keys behind what is remembered of its first document, which continues where the memory ends."""
+    """Put the row's keys behind the remembered ones; its first document continues where the memory ends."""
     if memory is None:
         return own
     first_RL = own.documents_RS == own.documents_RS[:, :1]
@@ -64,7 +64,7 @@ def joined(memory: SparseMemory | None, own: SparseKeys) -> SparseKeys:
 
 
 def merged(memories: Sequence[SparseMemory], length_R: Tensor) -> SparseMemory:
-    """Memories of consecutive parts of a document as one, which had length_R tokens: empty slots come first again."""
+    """Merge memories from consecutive parts of a document that has `length_R` tokens so far, empty slots first."""
     places_RM = torch.cat([memory.places_RM for memory in memories], dim=1)
     order_RM = (places_RM > 0).int().argsort(dim=1, stable=True)
 
@@ -78,7 +78,10 @@ def merged(memories: Sequence[SparseMemory], length_R: Tensor) -> SparseMemory:
 
 
 def remember(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None, slots: int) -> SparseMemory:
-    """The memory after a row: of its last document what later queries can see, in `slots` slots, which have room."""
+    """Return the memory after a row: the keys of its last document that later queries can see.
+
+    It has `slots` slots, which must be enough for these keys.
+    """
     keys, values, _, places_RS, scores = at_hand
     needed_RS = _needed(budget, at_hand, bins_RS)
     order_RM = needed_RS.int().argsort(dim=1, stable=True)[:, -slots:]
@@ -95,12 +98,12 @@ def remember(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None, slots:
 
 
 def picked(x_RS: Tensor, order_RM: Tensor) -> Tensor:
-    """Of every row the entries at these places, no two of which are the same."""
+    """Return the entries of every row at these indices, which must differ from each other."""
     return _Picked.apply(x_RS, order_RM)  # type: ignore[return-value]
 
 
 class _Picked(torch.autograd.Function):
-    """As `gather`, which keeps what it picks from for its backward pass."""
+    """Autograd function that gathers entries; unlike torch's `gather`, it does not keep its input for backward."""
 
     @staticmethod
     def forward(ctx: Any, x_RS: Tensor, order_RM: Tensor) -> Tensor:
@@ -116,13 +119,13 @@ class _Picked(torch.autograd.Function):
 
 
 def _over(order_RM: Tensor, x_RS: Tensor) -> Tensor:
-    """For every channel of an entry."""
+    """Expand an index of entries over their channels."""
     index = order_RM.view(*order_RM.shape, *[1] * (x_RS.dim() - 2))
     return index.expand(*order_RM.shape, *x_RS.shape[2:])
 
 
 def _needed(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None) -> Tensor:
-    """Which keys a later query of the last document can see."""
+    """Return a mask of the keys that a later query of the last document can see."""
     documents_RS, places_RS = at_hand.documents_RS, at_hand.places_RS
     last_RS = documents_RS == documents_RS[:, -1:]
     needed_RS = (places_RS < budget.first) | (_later(documents_RS) < budget.recent - 1)
@@ -139,7 +142,7 @@ def _needed(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None) -> Tens
 
 
 def _later(class_RS: Tensor) -> Tensor:
-    """How many later tokens of its class each token has."""
+    """Count the later tokens in each token's class."""
     total = class_RS.shape[1]
     index_S = torch.arange(total, device=class_RS.device)
     sorted_RS, order_RS = (class_RS * total + index_S).sort(dim=1)

@@ -1,11 +1,11 @@
-"""The rules of sparse attention in a form whose cost is linear in the tokens: two kinds of parts.
+"""The rules of sparse attention at a cost that is linear in the tokens, as two kinds of parts.
 
-Stretch  the keys stand in some order, sorted by a class (a document, a bin of it) and there as in the text. A query
-         sees a stretch of it: the last ones of its class up to itself, or the first ones. All rules but one are this.
-Kept     a key is seen by every query from its own token on, until it is no longer among the best. What has left the
-         best never returns, since the keys that are better only become more. So one number for each key says it all.
+Stretch  the keys are sorted by a class (a document, or a bin in it), and within a class as in the text. A query sees
+         a range of this order: the last keys of its class up to itself, or the first ones. All rules but `best` are so.
+Kept     a key is seen by every query from its own token on, until it is no longer among the best. A key that has left
+         the best never returns, since the number of better keys only grows. So one number per key is enough.
 
-A part can test any pair of a query and a key, and has tiles: a few queries beside few keys that hold all they see.
+A part can test any pair of a query and a key. It also has tiles: a few queries, with all the keys that they see.
 
 Legend as in `reference`; T tiles, Q queries and W keys of a tile.
 """
@@ -22,30 +22,30 @@ from torch import Tensor
 from hybridtron.ops.sparse.reference import Seen
 
 TILE = 64
-"""Queries of a tile, and the keys by which one tile of the same order is behind the next."""
+"""Queries in a tile, and keys in a band: queries of a document share tiles if their stretches end in the same band."""
 
 
 class Tiles(NamedTuple):
-    """Where the queries and the keys of each tile stand among those of all rows; a query of -1 is none."""
+    """Indices of each tile's queries and keys among those of all rows; -1 marks an empty slot."""
 
     queries_TQ: Tensor
     keys_TW: Tensor
 
 
 class PatternPart(Protocol):
-    """Some of the keys that queries see."""
+    """Pairs of a query and a key that it sees."""
 
     def sees(self, tiles: Tiles) -> Tensor:
-        """Which keys of a tile each of its queries sees, by this part, (T, Q, W)."""
+        """Return a mask of the tile's keys that each of its queries sees by this part, (T, Q, W)."""
         ...
 
     def tiles(self) -> Tiles:
-        """Tiles that have every pair of this part once."""
+        """Return tiles that contain every pair of this part exactly once."""
         ...
 
 
 class Stretch(NamedTuple):
-    """Keys in an order, of which query l sees those at first_RL to end_RL - 1; its document begins at begin_RL."""
+    """Sorted keys: query l sees those from rank first_RL to end_RL - 1. Its document begins at rank begin_RL."""
 
     order_RS: Tensor
     begin_RL: Tensor
@@ -58,9 +58,9 @@ class Stretch(NamedTuple):
         return (first_TQ[..., None] <= rank_TW[:, None]) & (rank_TW[:, None] < end_TQ[..., None])
 
     def tiles(self) -> Tiles:
-        """Queries whose stretches end inside the same TILE keys of a document share tiles, as many as they need.
+        """Return tiles; queries share tiles if their stretches end within the same band of TILE keys.
 
-        So the tiles of a document are the same wherever it stands in a row.
+        Bands are counted from a document's beginning, so its tiles do not depend on its position in the row.
         """
         (rows, total), device = self.order_RS.shape, self.order_RS.device
         row_R1 = torch.arange(rows, device=device)[:, None]
@@ -82,9 +82,9 @@ class Stretch(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Keys that every query sees from their own token on and before until_RS, counted in keys.
+    """Keys that every query sees from their own token up to, but not including, token until_RS, an index among keys.
 
-    candidates_RTW: for the queries of each tile, the keys that some of them may see; -1 for none.
+    candidates_RTW: the keys that some query of each tile may see; -1 marks an empty slot.
     """
 
     until_RS: Tensor
@@ -108,14 +108,14 @@ class Kept(NamedTuple):
 
 
 def parts_of(seen: Seen, length: int) -> Iterator[PatternPart]:
-    """What a budget gives, part by part; two may have the same pair."""
+    """Yield the parts of a budget, one for each of its rules; two parts may contain the same pair."""
     yield from (part for part, _ in stretches_of(seen, length))
     if seen.scores_RS is not None:
         yield kept(seen.documents_RS, seen.scores_RS, length, seen.budget.best)
 
 
 def stretches_of(seen: Seen, length: int) -> Iterator[tuple[Stretch, int]]:
-    """All parts but that of scores, and how many keys of each a query sees at most."""
+    """Yield the parts of all rules but `best`, each with the maximum number of keys that a query sees in it."""
     budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, _ = seen
     own_RL = documents_RS[:, -length:].contiguous()
     if budget.recent:
@@ -133,7 +133,10 @@ def stretches_of(seen: Seen, length: int) -> Iterator[tuple[Stretch, int]]:
 
 
 def stretch(own_RL: Tensor, query_class_RL: Tensor, key_class_RS: Tensor, most: int) -> Stretch:
-    """The last `most` keys of a query's class up to its own token; `own` is the smallest class of its document."""
+    """Build the stretch with the last `most` keys of each query's class, up to its own token.
+
+    `own_RL` is the smallest class in a query's document.
+    """
     length, total = own_RL.shape[1], key_class_RS.shape[1]
     index_S = torch.arange(total, device=key_class_RS.device)
     sorted_RS, order_RS = (key_class_RS * total + index_S).sort(dim=1)
@@ -143,16 +146,17 @@ def stretch(own_RL: Tensor, query_class_RL: Tensor, key_class_RS: Tensor, most: 
 
 
 def inverse(order_RS: Tensor) -> Tensor:
-    """The place of each key in an order."""
+    """Return the rank of each key in an order."""
     index_S = torch.arange(order_RS.shape[1], device=order_RS.device)
     return torch.empty_like(order_RS).scatter_(1, order_RS, index_S.expand_as(order_RS))
 
 
 def kept(documents_RS: Tensor, scores_RS: Tensor, length: int, most: int) -> Kept:
-    """The best keys, TILE queries at a time: those that were the best before, and the tile's own.
+    """Find until which token each key is among the best, TILE queries at a time.
 
-    A key's rank at a query is the number of keys up to it that are better: of a later document, of a larger score, or
-    of an equal one and earlier. It is among the best while this is less than `most`, and inside its document.
+    Only the best keys before a tile and the tile's own keys can be among the best for its queries. A key's rank at a
+    query is the number of better keys up to the query: those in a later document, with a larger score, or earlier with
+    an equal score. The key is among the best while its rank is less than `most`, until its document ends.
     """
     rows, total = scores_RS.shape
     index_S = torch.arange(total, device=scores_RS.device)
@@ -174,13 +178,16 @@ def kept(documents_RS: Tensor, scores_RS: Tensor, length: int, most: int) -> Kep
 
 
 def best_of(documents_RS: Tensor, scores_RS: Tensor, most: int) -> Tensor:
-    """Where the best keys of the last document stand, rising, (R, at most `most`); behind them those of others."""
+    """Return the indices of the last document's best keys, rising, (R, at most `most`).
+
+    If it has fewer keys, keys of other documents complete the number.
+    """
     scores_RS = scores_RS.masked_fill(documents_RS != documents_RS[:, -1:], -torch.inf)
     return scores_RS.sort(dim=1, descending=True, stable=True).indices[:, :most].sort(dim=1).values
 
 
 def _ranks(documents_RW: Tensor, scores_RW: Tensor, queries: int) -> Tensor:
-    """How many keys are better than each, up to each of the last `queries` of them, (R, Q, W)."""
+    """Count the keys that are better than each, up to each of the last `queries` keys, (R, Q, W)."""
     earlier_W = torch.ones(*[scores_RW.shape[1]] * 2, dtype=torch.bool, device=scores_RW.device).triu(1)
     ahead, behind = scores_RW[:, :, None], scores_RW[:, None]
     better_RWW = (ahead > behind) | ((ahead == behind) & earlier_W)

@@ -1,19 +1,20 @@
-"""Sparse attention: a query sees few keys, by where they stand, by the bins of a hash, or by their scores.
+"""Sparse attention: a query sees few keys, selected by their position, by the bins of a hash, or by their scores.
 
     y_i = sum_j a_ij v_j,   a_i = softmax over the keys j that i sees of  q_i . k_j;   0 where it sees none
 
-The keys carry the scale. Token i sees only tokens j <= i of its document, and of those, together, what a budget gives:
+The keys are already scaled. Token i sees only tokens j <= i of its document. Among these the rules of a budget select
+keys, and the query sees all that some rule selects:
 
     recent   the last ones
     first    the first ones of the document
-    strided  the last ones at every `stride`th place of the document, the stride's own multiples counted from 1
-    bin      the last ones whose keys are in the bin of the query
-    best     those of largest score among all up to the query, of equals the earlier ones
+    strided  the last ones at places of the document that are multiples of `stride`, counted from 1
+    bin      the last ones whose keys are in the query's bin
+    best     those with the largest scores among all up to the query; ties go to the earlier key
 
-The keys of a row stand behind those that were remembered of its first document (`memory`), in the order of the text.
+In the order of the text, the row's own keys follow those remembered from its first document (`memory`).
 
-Legend: R rows, each one group of heads of a row of the batch; L queries, S keys in all, of which the row's own are the
-last L; N size of a key, P of a value.
+Legend: R rows, one for each group of heads in each row of the batch; L queries, S keys in all, the last L of which are
+the row's own; N size of a key, P of a value.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class Budget(NamedTuple):
-    """How many keys each rule gives a query; a key that several give counts once."""
+    """The maximum number of keys that each rule selects for a query; rules may select the same key."""
 
     recent: int = 0
     first: int = 0
@@ -38,11 +39,10 @@ class Budget(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What decides which keys a query sees; no gradient flows through any of it.
+    """The inputs of the rules that select a query's keys; no gradient flows through them.
 
-    documents_RS: the number of each token's document in its row, rising; -1 where a key stands for no token.
-    places_RS: the place of each token in its document. The bins of queries and keys, and the scores of keys, are there
-    where the budget asks for them.
+    documents_RS: the number of each token's document in its row, rising; -1 for a key without a token.
+    places_RS: each token's position in its document. Bins and scores are given if the budget has a rule for them.
     """
 
     budget: Budget
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
 
 
 class SparseInputs(NamedTuple):
-    """Queries, keys and values, and what decides who sees whom."""
+    """Queries, keys and values, and the inputs of the rules that select keys."""
 
     q_RLN: Tensor
     k_RSN: Tensor
@@ -63,7 +63,7 @@ class SparseInputs(NamedTuple):
 
 
 def visible_keys(seen: Seen, length: int) -> Tensor:
-    """The rules: which keys each of the last `length` tokens sees, (R, L, S)."""
+    """Apply the rules: return a mask of the keys that each of the last `length` tokens sees, (R, L, S)."""
     budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, scores_RS = seen
     total = documents_RS.shape[1]
     index_S = torch.arange(total, device=documents_RS.device)
@@ -83,12 +83,12 @@ def visible_keys(seen: Seen, length: int) -> Tensor:
 
 
 def last_ones(true: Tensor, most: int) -> Tensor:
-    """Of what is true along the last axis, the last `most`."""
+    """Keep only the last `most` true entries along the last axis."""
     return true & (true.flip(-1).cumsum(-1).flip(-1) <= most)
 
 
 def sparse_attention(inputs: SparseInputs) -> Tensor:
-    """Attention by the rules, with a dense mask and an fp32 softmax; (R, L, P)."""
+    """Compute attention by the rules, with a dense mask and an fp32 softmax; (R, L, P)."""
     q_RLN, k_RSN, v_RSP = (at_least_fp32(x) for x in inputs[:3])
     visible_RLS = visible_keys(inputs.seen, q_RLN.shape[1])
     empty_RL = ~visible_RLS.any(-1, keepdim=True)

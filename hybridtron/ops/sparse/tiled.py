@@ -1,12 +1,12 @@
-"""Sparse attention by tiles: the parts of what queries see, a few tiles at a time, never a matrix of all pairs.
+"""Sparse attention by tiles: each part of the pattern, a few tiles at a time, without a matrix of all pairs.
 
-Every part has tiles of its own; a later one leaves out what an earlier one has. Sums are rescaled from part to part, as
-flash attention does from block to block, and the backward pass makes the weights again from the kept log-sum-exps.
-Time and memory are linear in L.
+Every part has its own tiles; a later part leaves out the pairs of earlier ones. Sums are rescaled from part to part, as
+flash attention does from block to block, and backward recomputes the weights from the kept log-sum-exps. Time and
+memory are linear in L.
 
-A later token may move keys of a bin to other places of a tile. No bit of an earlier output depends on that: weights are
-added up by the product that adds up the values, key after key, and a key that is not seen adds an exact zero. A sum
-over the last axis would not do: it adds up by lanes, which depend on a key's place.
+A later token may move a bin's keys to other positions in a tile. No bit of an earlier output depends on that: the
+matrix product that sums the values also sums the weights, key after key, and an unseen key adds an exact zero. A sum
+over the last axis would not do: it adds by SIMD lanes, which depend on a key's position.
 
 Legend as in `reference` and `parts`.
 """
@@ -26,11 +26,14 @@ from hybridtron.ops.sparse.parts import PatternPart, Tiles, parts_of
 from hybridtron.ops.sparse.reference import SparseInputs
 
 AT_ONCE = 2**20
-"""Numbers of keys, values and pairs that are gathered together."""
+"""Entries of keys and values that are gathered at a time."""
 
 
 def _steps(parts: Sequence[PatternPart], numbers: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Runs of tiles by the numbers of a key: queries, keys, and which of them no earlier part has shown."""
+    """Yield some tiles at a time: query indices, key indices, and a mask of the pairs that no earlier part has.
+
+    `numbers` is the size of a key and its value together.
+    """
     for index, part in enumerate(parts):
         tiles = part.tiles()
         together = max(1, AT_ONCE // (tiles.keys_TW.shape[1] * numbers))
@@ -52,12 +55,12 @@ def _finite(sums: Tensor) -> Tensor:
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Queries (R L + 1, N), of which the last is none, keys (R S, N) and values (R S, P)."""
+    """Attention of queries (R L + 1, N) to keys (R S, N) and values (R S, P); the last query stands for empty slots."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[PatternPart]) -> Tensor:
         wide = wide_type(v)
-        ones = v.new_ones(len(v), 1)  # their sums are those of the weights
+        ones = v.new_ones(len(v), 1)  # the product with them sums the weights
         values = torch.cat((v, ones), dim=1)
         sums = torch.zeros(len(q), values.shape[1], dtype=wide, device=v.device)
         largest = torch.full((len(q),), -torch.inf, dtype=wide, device=v.device)
@@ -87,15 +90,15 @@ class _TiledAttention(torch.autograd.Function):
             weights_TQW = torch.exp(_scores(q_TQN, k_TWN, visible_TQW) - _finite(sums[queries_TQ]))
             of_scores_TQW = weights_TQW * (grad_TQP @ v_TWP.mT - along[queries_TQ][..., None])
             of_q[queries_TQ] += of_scores_TQW @ k_TWN
-            into = keys_TW.flatten().clamp(min=0)  # for no key the weights are 0
+            into = keys_TW.flatten().clamp(min=0)  # the weights of empty slots are 0
             of_k.index_add_(0, into, (of_scores_TQW.mT @ q_TQN).flatten(0, 1))
             of_v.index_add_(0, into, (weights_TQW.mT @ grad_TQP).flatten(0, 1))
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
 
 
-@untraced  # how many tiles there are depends on what the tensors hold
+@untraced  # the number of tiles depends on the tensors' values
 def tiled(inputs: SparseInputs) -> Tensor:
-    """Attention by tiles, in torch's operations on any device."""
+    """Compute attention by tiles, with torch operations on any device."""
     q_RLN, k_RSN, v_RSP, seen = inputs
     rows, length, size = q_RLN.shape
     with torch.no_grad():

@@ -1,7 +1,6 @@
-"""Sparse attention by Triton kernels of our own (`kernels`): one or two rules, documents, what is remembered.
+"""Sparse attention by our own Triton kernels (`kernels`), for one or two rules, with documents and remembered keys.
 
-Compared with the reference in Triton's interpreter, and compiled for sm_90; right on an H200
-(benchmarks/gpu.md).
+Compared with the reference in Triton's interpreter, compiled for sm_90, and checked on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.sparse.reference import Budget, SparseInputs
 
-SIZE, FP32_SIZE, BEST = 128, 32, 128  # of a key, of one in fp32, and keys by their scores, at most
+SIZE, FP32_SIZE, BEST = 128, 32, 128  # maximum channels per key, the same in fp32, and maximum keys by score
 
 
 def _unsupported_reason(inputs: SparseInputs) -> str | None:

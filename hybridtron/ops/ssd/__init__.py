@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 (SSD), and the recurrence in it alone."""
+"""The scan of Mamba-2 (SSD), and its recurrence as an op of its own."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.ssd import chunked, mamba_ssm, native, reference, triton

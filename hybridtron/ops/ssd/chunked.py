@@ -6,7 +6,7 @@ It is the log-decay recurrence of `decay` with q = C, k = B, v = delta x and g =
     dA = sum over tokens of delta dg,   dD = sum of x dy,   ddt_bias = sum over tokens of ddt
 
 Legend: as in `reference`; T tokens of one chunk, R heads of a group, V = R P. States are (B, H, P, N) at the boundary
-of the op and (B, G, N, V) inside: a group's heads side by side, as most products are one per group.
+of the op and (B, G, N, V) inside: a group's heads are side by side, since most products are computed once per group.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CHUNK = 128  # tokens that see each other through a matrix; backward keeps one s
 
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-    """Matrix products over whole chunks, which backward computes again instead of keeping what is between them."""
-    if inputs.x_BLHP.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
+    """Scan a row by matrix products over chunks; backward recomputes each chunk's intermediate results."""
+    if inputs.x_BLHP.shape[1] <= 1:  # decoding: a single step of the loop
         return ssd_scan(inputs)
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     row = SSDChunkedRow(x_BLHP, dt_BLH, B_BLGN, C_BLGN, A_H, D_H, dt_bias_H, document_starts(documents_BL))
@@ -41,7 +41,7 @@ def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 @untraced
 def chunked_decay(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    """The recurrence of tokens that bring their decays and steps, likewise."""
+    """Run the recurrence with given decays and steps by matrix products over chunks, which backward recomputes."""
     if inputs.v_BLHP.shape[1] <= 1:
         return decay_scan(inputs)
     q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, own_step_BLH, D_H = inputs
@@ -54,7 +54,7 @@ CHUNKED_DECAY = Implementation("chunked", chunked_decay)
 
 
 def _over_chunks(row: SSDChunkedRow | DecayChunkedRow, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
-    """A row with its heads side by side by groups, and its state back again."""
+    """Scan a row in the inner layout of states; return y, and the last state in the op's layout (B, H, P, N)."""
     groups = row[2].shape[2]
     state_BGRPN = state_BHPN.unflatten(1, (groups, -1))
     state_BGNV = state_BGRPN.permute(0, 1, 4, 2, 3).flatten(3)
@@ -65,7 +65,7 @@ def _over_chunks(row: SSDChunkedRow | DecayChunkedRow, state_BHPN: Tensor) -> tu
 
 
 class SSDChunkedRow(NamedTuple):
-    """The inputs without the state, in the order in which the gradients are made."""
+    """The scan's inputs without the state, in the order of the returned gradients."""
 
     x_BLHP: Tensor
     dt_BLH: Tensor
@@ -82,7 +82,7 @@ class SSDChunkedRow(NamedTuple):
         return chunks_of(self.x_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> DiscreteChunk:
-        """A few tokens in the type to compute in."""
+        """Return consecutive tokens as a chunk, in the compute dtype."""
         wide, groups = wide_type(self.x_BLHP), self.B_BLGN.shape[2]
         x_BTHP, shifted_BTH = self.x_BLHP[:, tokens].to(wide), self.dt_BLH[:, tokens].to(wide) + self.dt_bias_H.to(wide)
         delta_BTH = F.softplus(shifted_BTH)
@@ -100,7 +100,7 @@ class SSDChunkedRow(NamedTuple):
 
 @dataclass
 class DiscreteChunk:
-    """T tokens in the type to compute in, and the recurrence that their steps make of them."""
+    """T tokens of the SSD scan in the compute dtype, and the recurrence over their discretized values."""
 
     x_BTHP: Tensor
     shifted_BTH: Tensor  # dt + dt_bias
@@ -110,14 +110,14 @@ class DiscreteChunk:
     core: DecayChunk
 
     def forward(self, state_BGNV: Tensor) -> tuple[Tensor, Tensor]:
-        """C h + D x, and the state after the chunk."""
+        """Return C h + D x, and the state after the chunk."""
         y_BTHP = self.core.outputs(state_BGNV).transpose(1, 2).reshape(self.x_BTHP.shape)
         return y_BTHP.addcmul_(self.D_H.unsqueeze(1), self.x_BTHP), self.core.next_state(state_BGNV)
 
     def backward(
         self, state_BGNV: Tensor, grad_y_BTHP: Tensor, grad_state_BGNV: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Gradients of (x, dt, B, C), of (A, D, dt_bias), and of the state before the chunk."""
+        """Return gradients of (x, dt, B, C), of (A, D, dt_bias), and of the state before the chunk."""
         grad_y_BGTV = _grouped(grad_y_BTHP, state_BGNV.shape[1])
         of = self.core.backward(state_BGNV, grad_y_BGTV, grad_state_BGNV)
         grad_v_BTHP = of.v_BGTV.transpose(1, 2).reshape(self.x_BTHP.shape)
@@ -135,7 +135,7 @@ class DiscreteChunk:
 
 
 class DecayChunkedRow(NamedTuple):
-    """The inputs without the state, in the order in which the gradients are made."""
+    """The decay scan's inputs without the state, in the order of the returned gradients."""
 
     v_BLHP: Tensor
     g_BLH: Tensor
@@ -152,7 +152,7 @@ class DecayChunkedRow(NamedTuple):
         return chunks_of(self.v_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> GivenChunk:
-        """A few tokens in the type to compute in."""
+        """Return consecutive tokens as a chunk, in the compute dtype."""
         wide, groups = wide_type(self.v_BLHP), self.k_BLGN.shape[2]
         v_BTHP = self.v_BLHP[:, tokens].to(wide)
         step_BTH1, own_step_BTH1 = (
@@ -174,9 +174,10 @@ class DecayChunkedRow(NamedTuple):
 
 @dataclass
 class GivenChunk:
-    """T tokens as the recurrence takes them; without steps these are 1, and without D nothing passes by it.
+    """T tokens of the decay scan, with given decays; missing steps mean 1, a missing D means 0.
 
-    With c = q . k of a token, itself it sees as (own_step c + D) v: the core then leaves that out.
+    With given steps a token sees itself as own_step c v, where c is its own q . k. The core then leaves this part out,
+    and it is added here together with D v.
     """
 
     v_BTHP: Tensor
@@ -194,7 +195,7 @@ class GivenChunk:
     def backward(
         self, state_BGNV: Tensor, grad_y_BTHP: Tensor, grad_state_BGNV: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Gradients of (v, g, k, q, step, own_step), of D, and of the state before the chunk."""
+        """Return gradients of (v, g, k, q, step, own_step), of D, and of the state before the chunk."""
         of_worth_BTH = of_own_step_BTH = of_scores_BTH = of_step_BTH = None
         if self._own_worth is not None:
             of_worth_BTH = (grad_y_BTHP * self.v_BTHP).sum(-1)
@@ -215,7 +216,7 @@ class GivenChunk:
 
     @cached_property
     def _own_worth(self) -> Tensor | None:
-        """The part of itself that a token sees beside the core: own_step c + D (B, T, H, 1), or (H, 1)."""
+        """Factor of v that the core leaves out: own_step c + D (B, T, H, 1), or D (H, 1); None if there is none."""
         if self.own_step_BTH1 is None:
             return self.D_H1
         worth_BTH1 = self.own_step_BTH1 * self._own_scores
@@ -223,11 +224,11 @@ class GivenChunk:
 
     @cached_property
     def _own_scores(self) -> Tensor:
-        """q . k of every token with itself, of each head (B, T, H, 1)."""
+        """Each token's own q . k, for each head (B, T, H, 1)."""
         scores_BGT = (self.core.q_BGTN * self.core.k_BGTN).sum(-1)
         return scores_BGT.transpose(1, 2).repeat_interleave(self.core.heads, dim=2).unsqueeze(3)
 
 
 def _grouped(x_BTHP: Tensor, groups: int) -> Tensor:
-    """The heads of a group side by side: (B, G, T, V)."""
+    """Return values with the heads of a group side by side: (B, G, T, V)."""
     return x_BTHP.unflatten(2, (groups, -1)).flatten(3).transpose(1, 2)

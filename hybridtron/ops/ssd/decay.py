@@ -1,4 +1,4 @@
-"""The recurrence with one log-decay per head, a chunk of tokens at a time: the core of SSD, and of others of its kind.
+"""The recurrence with one log-decay per head, a chunk of tokens at a time: the core of SSD and of similar mixers.
 
     h_t = exp(g_t) h_{t-1} + k_t v_t^T,   y_t = h_t^T q_t,   g_t <= 0          (Dao and Gu 2024, section 6)
 
@@ -7,9 +7,9 @@ With S_i the sum of g over the tokens of i's document in the chunk, up to i itse
     y_i   = sum_{j <= i} exp(S_i - S_j) (q_i . k_j) v_j + exp(S_i) h_in^T q_i
     h_out = exp(S_T) h_in + sum_j exp(S_T - S_j) k_j v_j^T
 
-where j is of i's document, only the chunk's first document sees h_in, and only its last enters h_out. Sums of g are
-float64: in fp32 a few strong decays would blur all that follow them in the chunk. What must not be seen is masked in
-the exponent; what h_in would add to other documents also after the product, as 0 times infinity is no zero.
+where j is in i's document, only the chunk's first document sees h_in, and only its last enters h_out. Sums of g are
+float64: in fp32 a few strong decays would blur all later ones in the chunk. Unseen pairs are masked in the exponent.
+Products with h_in are also masked afterwards for the other documents, since 0 times infinity is not 0.
 
 Backward, with E_ij = exp(S_i - S_j) where i sees j and dh the gradient of h_out:
 
@@ -20,12 +20,14 @@ Backward, with E_ij = exp(S_i - S_j) where i sees j and dh the gradient of h_out
     dg_t = sum over pairs i >= t > j of E_ij (q_i . k_j) (dy_i . v_j)                       pairs across t
            + sum_{i >= t} exp(S_i) dy_i . h_in^T q_i + sum_{j < t} exp(S_T - S_j) v_j . dh^T k_j + exp(S_T) dh . h_in
 
-as g_t is in S_i for all i >= t, and in S_T - S_j for all j < t. In code the pairs' sum is that over all i >= t less
-that over all j >= t ("gain"), where pairs that both follow t cancel.
+as g_t is in S_i for all i >= t, and in S_T - S_j for all j < t. The code computes the sum over pairs as the sum over
+all i >= t minus the sum over all j >= t ("gain"), in which pairs with both tokens at or after t cancel.
 
-Heads of a group share q and k, so that most products are one per group. Where tokens see themselves otherwise than
-later ones see them, the first sums of y and of the gradients are over j < i alone, and what a token sees of itself is
-not here. Nor are what makes q, k, v and g (`chunked`), and one decay per channel (`gla`), whose exponents can't be
+Heads of a group share q and k, so most products are computed once per group. If a token sees itself with another step
+than later tokens see it, the first sums of y and of the gradients are over j < i alone, and the caller adds the token's
+own part.
+
+Not here: the computation of q, k, v and g (`chunked`), and one decay per channel (`gla`), whose exponents can't be
 taken out of the product of q and k.
 
 Legend: B rows, T tokens of the chunk, G groups, R heads of a group, H = G R heads, N key size, P value size, V = R P.
@@ -44,16 +46,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sight:
-    """What the tokens of a chunk see; the three fields on documents are None where no document begins in a row."""
+    """Visibility masks of a chunk's tokens; without document boundaries the last three are None."""
 
-    tokens_BTT: Tensor  # j <= i, and of i's document
-    first_BT: Tensor | None = None  # of the document that the state before the chunk belongs to
-    last_BT: Tensor | None = None  # of the document that the state after the chunk belongs to
-    through_B1: Tensor | None = None  # whether the two are one
+    tokens_BTT: Tensor  # i sees j: j <= i, and j is in i's document
+    first_BT: Tensor | None = None  # in the document of the state before the chunk
+    last_BT: Tensor | None = None  # in the document of the state after the chunk
+    through_B1: Tensor | None = None  # both states are in the same document
 
     @staticmethod
     def of(length: int, device: torch.device, starts_BT: Tensor | None) -> Sight:
-        """`starts_BT` says which tokens begin a document."""
+        """Build the masks of `length` tokens; `starts_BT` marks the tokens that begin a document."""
         before_1TT = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
         if starts_BT is None:
             return Sight(before_1TT)
@@ -64,10 +66,10 @@ class Sight:
 
 
 def decays(exponent: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """exp where something is seen, else 0.
+    """Return exp(exponent) where `seen` is True or None, else 0.
 
-    Exponents end where exp would be too small to matter, and become 0 there: exp of -inf, and products with the
-    denormal numbers before it, cost a CPU many times what others do.
+    Results that are too small to matter become 0 without exp of -inf or denormal numbers: on a CPU these, and products
+    with them, take many times as long as others.
     """
     exponent = exponent.to(dtype, copy=True)
     if seen is not None:
@@ -79,7 +81,7 @@ def decays(exponent: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 class DecayGradients(NamedTuple):
-    """Of a chunk's inputs, and of the state before it."""
+    """Gradients of a chunk's inputs, and of the state before it."""
 
     q_BGTN: Tensor
     k_BGTN: Tensor
@@ -89,7 +91,10 @@ class DecayGradients(NamedTuple):
 
 
 class DecayChunk:
-    """T tokens, with outputs and gradients from the state before them; y with or without the tokens' own part."""
+    """T tokens, with outputs and gradients computed from the state before them.
+
+    If `see_themselves` is False, y leaves out each token's own part, where j = i.
+    """
 
     def __init__(
         self, q_BGTN: Tensor, k_BGTN: Tensor, v_BGTV: Tensor, g_BGRT: Tensor, sight: Sight, see_themselves: bool = True
@@ -104,14 +109,14 @@ class DecayChunk:
         self.whole_BGR = decays(last_BGR1, _whole(sight.through_B1), v_BGTV.dtype)[..., 0]
 
     def outputs(self, state_BGNV: Tensor) -> Tensor:
-        """y of every token (B, G, T, V)."""
+        """Return y of every token (B, G, T, V)."""
         y_BGRTP = (self.scores().unsqueeze(2) * self.between()) @ self._by_head(self.v_BGTV)
         y_BGTV = self._seen_state(state_BGNV)
         self._of_heads(y_BGTV).add_(y_BGRTP.transpose(2, 3))
         return y_BGTV
 
     def next_state(self, state_BGNV: Tensor) -> Tensor:
-        """The state after the last token."""
+        """Return the state after the last token."""
         kept_BGNV = self._times(state_BGNV, self.whole_BGR.unsqueeze(2))
         if self.sight.through_B1 is not None:
             kept_BGNV.masked_fill_(~self.sight.through_B1[:, None, None], 0)
@@ -120,9 +125,10 @@ class DecayChunk:
     def backward(
         self, state_BGNV: Tensor, grad_y_BGTV: Tensor, grad_state_BGNV: Tensor, of_own_scores_BTH: Tensor | None = None
     ) -> DecayGradients:
-        """From the gradients of y and of the state after the chunk, those of all inputs and of the state before it.
+        """Return the gradients of all inputs and the state before the chunk.
 
-        And from those of q . k of every token with itself, where this is not in y.
+        `grad_state_BGNV` is the gradient of the state after the chunk, `of_own_scores_BTH` that of each token's own
+        q . k, which is given if y leaves out the tokens' own parts.
         """
         grad_scores_BGTT, grad_v_BGTV, gain_BGRT = self._backward_within(grad_y_BGTV)
         if of_own_scores_BTH is not None:
@@ -142,36 +148,36 @@ class DecayChunk:
         grad_before_BGNV = self._times(grad_state_BGNV, self.whole_BGR.unsqueeze(2))
         through_BGR = self._of_heads(grad_before_BGNV * state_BGNV).sum((2, 4))
         grad_before_BGNV += self.q_BGTN.mT @ decayed_grad_BGTV
-        # g_t is in the sums of t and all after it, and in what leads from the tokens before it to the state
+        # g_t is in S_i of all i >= t, and in the decays from all j < t to the state after the chunk
         sees_BTT = self.sight.tokens_BTT
         grad_g_BGRT = self._over_tokens(gain_BGRT.double(), sees_BTT) + through_BGR.unsqueeze(-1)
         grad_g_BGRT += self._over_tokens(loss_BGRT.double(), sees_BTT.tril(-1).mT)
         return DecayGradients(grad_q_BGTN, grad_k_BGTN, grad_v_BGTV, grad_g_BGRT, grad_before_BGNV)
 
     def _backward_within(self, grad_y_BGTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the tokens' sight of each other sends back to scores, values and sums of g."""
+        """Return the gradients of scores, values and sums of g through the pairs of tokens in the chunk."""
         grad_y_BGRTP, between_BGRTT = self._by_head(grad_y_BGTV), self.between()
         scores_BG1TT = self.scores().unsqueeze(2)
         grad_v_BGRTP = (scores_BG1TT * between_BGRTT).mT @ grad_y_BGRTP
         grad_mix_BGRTT = (grad_y_BGRTP @ self._by_head(self.v_BGTV).mT).mul_(between_BGRTT)
         grad_scores_BGTT = grad_mix_BGRTT.sum(2)
         grad_exponent_BGRTT = grad_mix_BGRTT.mul_(scores_BG1TT)
-        grad_exponent_BGRTT.diagonal(dim1=-2, dim2=-1).zero_()  # S_i - S_i is no function of g
+        grad_exponent_BGRTT.diagonal(dim1=-2, dim2=-1).zero_()  # S_i - S_i does not depend on g
         # in float64, since the gradient of a pair of tokens that both follow t cancels in the gradient of g_t
         gain_BGRT = grad_exponent_BGRTT.sum(-1, dtype=torch.float64) - grad_exponent_BGRTT.sum(-2, dtype=torch.float64)
         return grad_scores_BGTT, grad_v_BGRTP.transpose(2, 3).flatten(3), gain_BGRT
 
     def scores(self) -> Tensor:
-        """q_i . k_j (B, G, T, T)."""
+        """Return q_i . k_j (B, G, T, T)."""
         return self.q_BGTN @ self.k_BGTN.mT
 
     def between(self) -> Tensor:
-        """exp(S_i - S_j) where i sees j (B, G, R, T, T)."""
+        """Return exp(S_i - S_j) where i sees j, else 0 (B, G, R, T, T)."""
         exponent_BGRTT = self.sum_BGRT.unsqueeze(-1) - self.sum_BGRT.unsqueeze(-2)
         return decays(exponent_BGRTT, self.seen_BTT[:, None, None], self.v_BGTV.dtype)
 
     def _seen_state(self, state_BGNV: Tensor) -> Tensor:
-        """What the state before the chunk adds to y."""
+        """Return the part of y that comes from the state before the chunk."""
         seen_BGTV = self.q_BGTN @ state_BGNV
         self._of_heads(seen_BGTV).mul_(self.since_start_BGRT.mT.unsqueeze(-1))
         if self.sight.first_BT is not None:
@@ -179,19 +185,19 @@ class DecayChunk:
         return seen_BGTV
 
     def _of_heads(self, x_BGTV: Tensor) -> Tensor:
-        """(B, G, T, R, P)."""
+        """Return a view with the heads of a group on their own axis, (B, G, T, R, P)."""
         return x_BGTV.unflatten(-1, (self.heads, -1))
 
     def _by_head(self, x_BGTV: Tensor) -> Tensor:
-        """(B, G, R, T, P)."""
+        """Return a view with heads before tokens, (B, G, R, T, P)."""
         return self._of_heads(x_BGTV).transpose(2, 3)
 
     def _times(self, x_BGTV: Tensor, factor_BGTR: Tensor) -> Tensor:
-        """A factor for each head."""
+        """Multiply each head's values by its factor."""
         return (self._of_heads(x_BGTV) * factor_BGTR.unsqueeze(-1)).flatten(3)
 
     def _over_tokens(self, x_BGRT: Tensor, weight_BTT: Tensor) -> Tensor:
-        """Sums over the tokens that a boolean matrix chooses: sum_i x_i weight_ij."""
+        """Sum over the tokens that a boolean matrix selects: sum_i x_i weight_ij."""
         x_BHT = x_BGRT.flatten(1, 2)
         return torch.bmm(x_BHT, weight_BTT.to(x_BHT.dtype).expand(len(x_BHT), -1, -1)).view_as(x_BGRT)
 

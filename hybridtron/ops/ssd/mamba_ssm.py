@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 by the mamba-ssm package's Triton kernels, which take and give states and know document borders.
+"""The scan of Mamba-2 by the mamba-ssm package's Triton kernels, with states and document boundaries.
 
 Tested against a stand-in for the package only; unmeasured on a GPU.
 """
@@ -16,7 +16,7 @@ from hybridtron.ops.documents import document_starts
 from hybridtron.ops.ssd.reference import SSDInputs
 
 PACKAGE = "mamba_ssm.ops.triton.ssd_combined"
-CHUNK = 256  # tokens; what the package's own models use
+CHUNK = 256  # tokens, as in the package's own models
 
 
 def _unsupported_reason(inputs: SSDInputs) -> str | None:
@@ -24,15 +24,18 @@ def _unsupported_reason(inputs: SSDInputs) -> str | None:
 
 
 def _repeats_bits() -> bool:
-    """Versions that can add up in a fixed order have this module, and do so when torch asks for that."""
+    """Return True if the installed version can sum in a fixed order when torch asks for determinism.
+
+    Exactly these versions have the module that is looked for.
+    """
     return optional_package("mamba_ssm.utils.determinism").module is not None
 
 
 def mamba_ssm(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-    """The kernels count documents from 0, and give the state that comes in to document 0."""
+    """Run the package's kernels, which count documents from 0 and pass the initial state to document 0 only."""
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     per_token = (x_BLHP, B_BLGN, C_BLGN)
-    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # their products want one type for all
+    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # their products need one type for all
     x, B, C = (t.to(shared) for t in per_token)
     starts_BL = document_starts(documents_BL)
     package = optional_package(PACKAGE).module

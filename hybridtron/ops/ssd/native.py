@@ -1,6 +1,6 @@
-"""The scan of Mamba-2 compiled for this CPU: chunks of tokens by products in the cache (`native/ssd.h`).
+"""The scan of Mamba-2 compiled for this CPU: matrix products over chunks that stay in the cache (`native/ssd.h`).
 
-Legend: as in `reference`; Q head sizes filled up to whole vectors. States are (B, H, N, Q) inside.
+Legend: as in `reference`; Q head size padded to full SIMD vectors. States are (B, H, N, Q) inside.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hybridtron.ops.native.tensors import Tokens
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs, initial_state
 
-UNIT = 256  # channels of heads that share what is made of B and C, which is then made again for the next ones
+UNIT = 256  # channels in a unit: its heads share the products of B and C, which every unit computes again
 
 
 class SSDTask(ctypes.Structure):
-    """`Ssd` in ssd.h."""
+    """Arguments of the compiled functions: `Ssd` in ssd.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "groups", "states", "unit")),
@@ -34,7 +34,10 @@ class SSDTask(ctypes.Structure):
 
 
 class NativeSSDRow(NamedTuple):
-    """Without A and bias dt are log decays, and what they would make of tokens are the two steps, or 1."""
+    """Inputs of both scans for the compiled code.
+
+    For the decay scan A and bias are None, `dt` has the log decays, and `step` and `own` are its steps (None for 1).
+    """
 
     x_BLHP: Tensor
     dt_BLH: Tensor
@@ -63,7 +66,7 @@ class NativeSSDRow(NamedTuple):
         }  # fmt: skip
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # torch.compile can't trace a call of compiled code
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     x_BLHP, B_BLGN, wide = inputs.x_BLHP, inputs.B_BLGN, wide_type(inputs.x_BLHP)
     A_H, D_H, dt_bias_H = (t.to(wide) for t in (inputs.A_H, inputs.D_H, inputs.dt_bias_H))

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 (SSD, state space duality), and the recurrence in it alone: Dao and Gu 2024.
+"""The scan of Mamba-2 (SSD, state space duality), and its recurrence as an op of its own: Dao and Gu 2024.
 
     ssd_scan:    delta_t = softplus(dt_t + dt_bias)
                  h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T          one number A and one delta for each head
@@ -7,9 +7,9 @@
     decay_scan:  h_t = exp(g_t) h_{t-1} + step_t v_t k_t^T                     g_t <= 0
                  y_t = (exp(g_t) h_{t-1} + own_step_t v_t k_t^T) q_t + D v_t
 
-The second is for steps that are not the decay's (Mamba-3), where neither dt nor A could say both: later tokens see a
-token by `step`, the token sees itself by `own_step`. Heads of a group share B and C, or k and q: head h belongs to
-group h // (H / G). Where a new document begins, nothing of the document before it remains.
+The second is for steps that do not follow from the decay (Mamba-3): later tokens see a token with factor `step`, the
+token sees itself with factor `own_step`. Heads of a group share B and C, or k and q: head h belongs to group
+h // (H / G). Where a new document begins, nothing of the document before it remains.
 
 Not here: projections, convolution and gated norm (mixers), and limits of delta, which no published model sets.
 
@@ -29,7 +29,10 @@ from hybridtron.ops.scan.reference import step_sizes
 
 
 class SSDInputs(NamedTuple):
-    """Tokens, parameters, and the state before the row, zeros if None; without documents a row is one stream."""
+    """Values per token, parameters, and the state before the row (None for zeros).
+
+    Without `documents_BL` a row is one document.
+    """
 
     x_BLHP: Tensor
     dt_BLH: Tensor
@@ -43,9 +46,9 @@ class SSDInputs(NamedTuple):
 
 
 class DecayInputs(NamedTuple):
-    """Tokens with a log decay for each head, and the state before the row, zeros if None; steps are 1, D is 0.
+    """Values per token with a log decay for each head, and the state before the row (None for zeros).
 
-    `step` and `own_step` are given together or not at all.
+    `step` and `own_step` are given together or not at all, which means 1. A missing D means 0.
     """
 
     q_BLGN: Tensor
@@ -60,7 +63,7 @@ class DecayInputs(NamedTuple):
 
 
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-    """y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     wide = wide_type(x_BLHP)
     x, delta_BLH = x_BLHP.to(wide), step_sizes(dt_BLH, dt_bias_H).to(wide)
@@ -70,7 +73,7 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    """y in the type of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in the type of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
     q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, own_step_BLH, D_H = inputs
     wide = wide_type(v_BLHP)
     v = v_BLHP.to(wide)
@@ -96,5 +99,5 @@ def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
 
 
 def initial_state(x_BLHP: Tensor, B_BLGN: Tensor, state_BHPN: Tensor | None) -> Tensor:
-    """The state before the row, in the type to compute in."""
+    """Return the state before the row in the compute dtype; zeros if none is given."""
     return state_before(state_BHPN, x_BLHP, *x_BLHP.shape[2:], B_BLGN.shape[3])

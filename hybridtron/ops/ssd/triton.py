@@ -1,8 +1,8 @@
-"""The scan of Mamba-2, and the recurrence in it, by Triton kernels of our own (`kernels`).
+"""The scan of Mamba-2, and its recurrence, by our own Triton kernels (`kernels`).
 
-They take states and give them, know documents, and give the same bits again. Those of the scan follow the mamba-ssm
-package, and take what that leaves: machines without the package, and `run.deterministic` with versions of it that can't
-repeat their bits. Right on an H200 (benchmarks/gpu.md).
+They take and return states, know document boundaries, and are deterministic. For the scan the mamba-ssm package comes
+first; these kernels run if the package is missing, or if `run.deterministic` is set and its version can't repeat its
+bits. Checked on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from hybridtron.ops.kernel_launch import ceil_div, own_kernels
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs
 
-MAX_HEAD, MAX_STATE = 128, 256  # channels and state entries of a head that fit beside a chunk's tokens
+MAX_HEAD, MAX_STATE = 128, 256  # maximum channels and state entries per head that fit beside a chunk's tokens
 
 
 def _unsupported_reason(inputs: SSDInputs) -> str | None:

@@ -1,4 +1,4 @@
-"""The gate of SwiGLU compiled for this CPU (`native/swiglu.cpp`): one pass, which keeps its input for backward."""
+"""The gate of SwiGLU compiled for this CPU (`native/swiglu.cpp`): one pass that keeps its input for backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hybridtron.ops.native.tensors import KINDS, Tokens, as_rows, like, scalar
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.swiglu.reference import SwiGLUInputs
 
-WORTH = 2**16  # inputs that are worth a thread
+WORTH = 2**16  # gate values that repay one more thread
 
 
 class SwiGLUTask(ctypes.Structure):
-    """`SwiGLU` in swiglu.cpp."""
+    """Arguments of the compiled functions: `SwiGLU` in swiglu.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels")),
@@ -34,7 +34,7 @@ def _unsupported_reason(inputs: SwiGLUInputs) -> str | None:
     return None if inputs.gate_up.dtype in KINDS else "takes fp32, float64 or bf16"
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # torch.compile can't trace a call of compiled code
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
     return _NativeGate.apply(*inputs)
 
@@ -43,7 +43,7 @@ NATIVE = Implementation("native", swiglu, "cpu", unsupported_reason=_unsupported
 
 
 class _NativeGate(torch.autograd.Function):
-    """Keeps its input, of whose rows gate and up are the halves."""
+    """Autograd function that keeps its input; gate and up are the halves of the last axis."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, multiplier: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""SwiGLU that keeps its two inputs for backward, where plain autograd also keeps silu(gate)."""
+"""SwiGLU that keeps only its two inputs for backward; plain autograd would also keep silu(gate)."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from hybridtron.ops.multiplied import multiplied
 
 
 class SwiGLUInputs(NamedTuple):
-    """Gate and up side by side on the last axis, as one projection makes them; what the gate is multiplied by."""
+    """Gate and up, concatenated on the last axis as one projection returns them, and the gate's multiplier."""
 
     gate_up: Tensor
     multiplier: float = 1.0
 
 
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
-    """silu(multiplier * gate) * up, in the dtype of the input."""
+    """Return silu(multiplier * gate) * up, in the dtype of the input."""
     gate, up = inputs.gate_up.chunk(2, dim=-1)
     return F.silu(multiplied(gate, inputs.multiplier)) * up

@@ -1,4 +1,4 @@
-"""SwiGLU's gate by Triton kernels of our own (`kernels`). Right on an H200 (benchmarks/gpu.md)."""
+"""SwiGLU's gate by our own Triton kernels (`kernels`). Checked on an H200 (benchmarks/gpu.md)."""
 
 from __future__ import annotations
 

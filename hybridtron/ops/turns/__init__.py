@@ -1,4 +1,4 @@
-"""Rotations by angles that the tokens themselves set."""
+"""Rotations by data-dependent angles (Mamba-3)."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.turns import blocked, native, pairs, reference, triton

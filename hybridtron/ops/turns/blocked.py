@@ -1,10 +1,11 @@
-"""The angles of a row by products with zeros and ones: over the tokens of a block, then over the blocks before it.
+"""The angles of a row by matrix products with masks: over the tokens of a block, then over the blocks before it.
 
-    theta_t = sum of turns of t's document in its block up to t + carry of its block, where the document began before it
-    carry   = sum, over the blocks before, of what the same document has turned there to their ends, modulo 2 pi
+    turn_t  = step_t rate_t
+    theta_t = sum of turns of t's document in its block up to t + carry of the block, if the document began before it
+    carry   = sum of the same document's turns in all blocks before, modulo 2 pi
 
-A difference of sums over the row would leave the rounding of other documents in a document's angles. Inside of a block
-sums are in fp32 and few turns long; over blocks they are in float64.
+Differences of sums over the row would leave the rounding errors of other documents in a document's angles. Sums inside
+a block are in fp32 and amount to few rotations; sums over blocks are in float64.
 
 Legend: as in `reference`; K blocks of T tokens, C = H S.
 """
@@ -45,7 +46,7 @@ BLOCKED = Implementation("blocked", angles)
 
 
 def _counted(documents_BL: Tensor | None, rows: int, length: int, device: torch.device) -> Tensor:
-    """Documents from 0 on in every row, which is filled up to whole blocks with its last one."""
+    """Number the documents of each row from 0, padding rows to full blocks with the last document."""
     starts_BL = document_starts(documents_BL)
     if starts_BL is None:
         starts_BL = torch.zeros(rows, length, dtype=torch.bool, device=device)

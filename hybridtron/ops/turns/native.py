@@ -1,7 +1,7 @@
-"""Angles, and keys and queries turned by them, by code compiled for this CPU (`native/angles.cpp`, `native/turns.cpp`).
+"""Rotation angles, and keys and queries rotated by them, compiled for this CPU (`native/angles.cpp`, `turns.cpp`).
 
-Everything is read once and written once. Backward of what turns keeps the angles and the results, which what follows
-keeps too; that of the angles keeps their inputs.
+Everything is read once and written once. For backward the rotation keeps its angles and results, which later ops keep
+as well; the op of the angles keeps its inputs.
 
 Legend: as in `reference`.
 """
@@ -21,11 +21,11 @@ from hybridtron.ops.native.tensors import Tokens, address, first_part, readable,
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.turns.reference import AngleInputs, TurnInputs
 
-WORTH = 2**16  # results that are worth a thread
+WORTH = 2**16  # results that repay one more thread
 
 
 class TurnsTask(ctypes.Structure):
-    """`Turns` in turns.cpp."""
+    """Arguments of the compiled functions: `Turns` in turns.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "groups", "angles", "add")),
@@ -35,7 +35,7 @@ class TurnsTask(ctypes.Structure):
 
 
 class AnglesTask(ctypes.Structure):
-    """`Angles` in angles.cpp."""
+    """Arguments of the compiled functions: `Angles` in angles.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "angles")),
@@ -44,7 +44,7 @@ class AnglesTask(ctypes.Structure):
     )
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # torch.compile can't trace a call of compiled code
 def angles(inputs: AngleInputs) -> Tensor:
     return _NativeAngles.apply(inputs.steps_BLH, inputs.rates_BLS, starts_of(inputs.documents_BL))
 
@@ -125,7 +125,7 @@ class _NativeTurn(torch.autograd.Function):
 
 
 def _turns(angles_BLHS: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, which torch makes in vectors."""
+    """Return cos and sin of the angles, by torch's vectorized functions."""
     angles_BLHS = angles_BLHS.contiguous()
     return angles_BLHS.cos(), angles_BLHS.sin()
 

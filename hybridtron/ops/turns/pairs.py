@@ -1,8 +1,8 @@
-"""Pairs of channels as complex numbers: what turns them is one product in place, and its gradient the conjugate.
+"""Rotations with channel pairs as complex numbers: one product in place; backward multiplies by the conjugate.
 
     y = (x + bias) e^(i theta):   d(x + bias) = dy e^(-i theta),   dtheta = Im(conj(y) dy)
 
-Kept are the angles and the results, which what follows keeps too.
+Backward keeps the angles and the results, which later ops keep as well.
 
 Legend: as in `reference`; R heads of a group.
 """
@@ -20,7 +20,7 @@ from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.turns.reference import TurnInputs
 
 
-@untraced  # its compiler knows no complex numbers
+@untraced  # torch.compile can't generate code for complex numbers
 def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
     return _Turn.apply(*inputs)
 
@@ -63,7 +63,7 @@ class _Turn(torch.autograd.Function):
 
 
 def _even(x_BLHN: Tensor) -> Tensor:
-    """Copy numbers, unless their channels lie side by side and begin at even places, as complex numbers do."""
+    """Return values whose channels are contiguous and begin at even offsets, as complex views need; copy if not."""
     *strides, last = x_BLHN.stride()
     if last == 1 and not any(stride % 2 for stride in strides):
         return x_BLHN
@@ -72,5 +72,5 @@ def _even(x_BLHN: Tensor) -> Tensor:
 
 
 def _pairs(x_BLHN: Tensor, angles: int) -> Tensor:
-    """The channels that turn, as complex numbers (B, L, H, S) in the same memory."""
+    """Return the rotated channels as complex numbers (B, L, H, S) in the same memory."""
     return torch.view_as_complex(x_BLHN[..., : 2 * angles].unflatten(-1, (angles, 2)))

@@ -1,12 +1,12 @@
-"""Rotations by angles that the tokens themselves set: what Mamba-3 does to B and C. Lahoti et al. 2026.
+"""Rotations by data-dependent angles, as Mamba-3 applies them to B and C. Lahoti et al. 2026.
 
     angles:      theta_t = theta_{t-1} + step_t rate_t   modulo 2 pi; from 0 where a row or a document begins
-    turn_pairs:  x of a head = x of its group + the head's bias, whose channels 2 s and 2 s + 1 turn as a pair:
+    turn_pairs:  x of a head = x of its group + the head's bias; its channels 2 s and 2 s + 1 are rotated as a pair:
                  (x1, x2) -> (x1 cos theta_s - x2 sin theta_s, x1 sin theta_s + x2 cos theta_s)
 
-A step is a head's own, rates are shared by all heads. Where both keys and queries are turned, a score depends on the
-sum of the turns between them, and angles may begin anywhere. Channels from 2 S on stay as they are. RoPE (`rope`) is
-the case of constant rates, with other pairs.
+Each head has its own steps; all heads share the rates. If both keys and queries are rotated, a score depends on the
+rotations between their tokens alone, so angles may begin anywhere. Channels from 2 S on are not rotated. RoPE (`rope`)
+is the case of constant rates, with other pairs.
 
 Legend: B rows, L tokens, H heads, G groups of heads, N state size, S angles.
 """
@@ -26,7 +26,7 @@ FULL_TURN = 2 * math.pi
 
 
 class AngleInputs(NamedTuple):
-    """Steps by head, and rates by angle."""
+    """Steps per head and rates per angle; without `documents_BL` a row is one document."""
 
     steps_BLH: Tensor
     rates_BLS: Tensor
@@ -34,7 +34,7 @@ class AngleInputs(NamedTuple):
 
 
 class TurnInputs(NamedTuple):
-    """Keys and queries by group, what each head adds to them, and the angles of its pairs of channels."""
+    """Keys and queries by group, the bias that each head adds to them, and the angles of its channel pairs."""
 
     k_BLGN: Tensor
     q_BLGN: Tensor
@@ -44,7 +44,7 @@ class TurnInputs(NamedTuple):
 
 
 def angles(inputs: AngleInputs) -> Tensor:
-    """The angles of every token (B, L, H, S), in fp32 or float64."""
+    """Return the angles of every token (B, L, H, S), in fp32 or float64."""
     steps_BLH, rates_BLS, starts_BL = inputs.steps_BLH, inputs.rates_BLS, document_starts(inputs.documents_BL)
     (rows, length, heads), size = steps_BLH.shape, rates_BLS.shape[2]
     theta_BHS, every = steps_BLH.new_zeros(rows, heads, size, dtype=wide_type(steps_BLH)), []
@@ -57,7 +57,7 @@ def angles(inputs: AngleInputs) -> Tensor:
 
 
 def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
-    """Keys and queries by head (B, L, H, N) in the types that they came in; fp32 inside."""
+    """Return rotated keys and queries by head (B, L, H, N), in their input types; fp32 inside."""
     k_BLGN, q_BLGN, k_bias_HN, q_bias_HN, angles_BLHS = inputs
     k_BLHN, q_BLHN = (
         at_least_fp32(x_BLGN).repeat_interleave(len(bias_HN) // x_BLGN.shape[2], dim=2) + bias_HN
@@ -67,7 +67,7 @@ def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """The pairs of the last axis by their angles; other axes are one of the other's or the same."""
+    """Rotate the channel pairs on the last axis of x by their angles, which broadcast over its other axes."""
     pairs = x[..., : 2 * angles.shape[-1]].unflatten(-1, (-1, 2))
     (one, other), cos, sin = pairs.unbind(-1), angles.cos(), angles.sin()
     rotated = torch.stack((one * cos - other * sin, one * sin + other * cos), dim=-1).flatten(-2)

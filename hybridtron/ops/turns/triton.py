@@ -1,7 +1,6 @@
-"""Angles, and keys and queries turned by them, by Triton kernels of our own (`kernels_angles`, `kernels`).
+"""Rotation angles, and keys and queries rotated by them, by our own Triton kernels (`kernels_angles`, `kernels`).
 
-Compared with the references in Triton's interpreter, and compiled for sm_90; right on an H200
-(benchmarks/gpu.md).
+Compared with the references in Triton's interpreter, compiled for sm_90, and checked on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.turns.reference import AngleInputs, TurnInputs
 
-MOST_CHANNELS = 256  # of a head, which one program holds for some tokens
+MOST_CHANNELS = 256  # per head: one program holds them all, for some tokens
 
 
 def _unsupported_angles(inputs: AngleInputs) -> str | None:

@@ -26,10 +26,10 @@ x_i the gradient of the right side of w_i, which is dv_i:
     dv_i = x_i,   dbeta_i = w_i . du_i,   dA_ij = dy_i . u_j,   dP_ij = - x_i . u_j
     dh_in = exp(S_T) dh + sum_i (q_i exp(S_i)) dy_i^T - sum_i (k_i exp(S_i)) x_i^T
 
-The first is a triangular system again, (I + P^T diag(beta)) dU = A^T dY + (K exp(S_T - S)) dh. On dbeta: beta_j is in
-the system only as u_j = beta_j w_j, so its gradient is w_j . du_j. In P and in the right side, keys read as queries do
-in A and y. They are a second row of readers, with -x in the place of dy. The gradient of every reader r, through pairs
-and from h_in, is
+The equations of du are a triangular system again, (I + P^T diag(beta)) dU = A^T dY + (K exp(S_T - S)) dh. beta_j stands
+only in u_j = beta_j w_j, so its gradient is w_j . du_j. In P and in the right side, keys read as queries do in A and y.
+They are a second row of readers, with -x in the place of dy. The gradient of every reader r, through pairs and from
+h_in, is
 
     dr_i = sum_j dA_ij k_j exp(S_i - S_j) + exp(S_i) h_in dy_i
 

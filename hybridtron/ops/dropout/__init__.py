@@ -1,4 +1,4 @@
-"""Dropout whose draws are functions of numbers that stand for the tokens and the channels."""
+"""Dropout whose draws depend only on the numbers of tokens and channels, not on a random state."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import reference, triton

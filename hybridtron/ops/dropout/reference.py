@@ -1,4 +1,4 @@
-"""Dropout by a counter: whether a value is dropped is a function of its token's and its channel's number.
+"""Dropout by a counter: a hash of a value's token number and channel number decides if the value is dropped.
 
     u = mix(token ^ channel)                        32 bits (the finish of MurmurHash3)
     y = x / (1 - share) where u >= share 2^32, else 0
@@ -17,7 +17,7 @@ FIRST, SECOND = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32  # as int32
 
 
 class DropoutInputs(NamedTuple):
-    """x (..., C), and int32 numbers of its tokens (...) and channels (C,), see `numbers`; the share that is dropped."""
+    """Values x (..., C), int32 numbers for its tokens (...) and channels (C,) from `numbers`, and the share to drop."""
 
     x: Tensor
     tokens: Tensor
@@ -26,19 +26,22 @@ class DropoutInputs(NamedTuple):
 
 
 def dropout(inputs: DropoutInputs) -> Tensor:
-    """y, in the dtype of x."""
+    """Return y, in the dtype of x."""
     x, tokens, channels, share = inputs
     bits = mixed(tokens[..., None] ^ channels)
     return torch.where(bits >= threshold(share), x * (1 / (1 - share)), 0.0)
 
 
 def threshold(share: float) -> int:
-    """The least number that is kept, as an int32 counts from -2^31."""
+    """Return the smallest hash, as int32, with which a value is kept; int32 counts from -2^31."""
     return int(share * 2**32) - 2**31
 
 
 def mixed(bits: Tensor) -> Tensor:
-    """In place, as there are as many of them as there are values; from -2^31 on, evenly."""
+    """Hash int32 to int32, evenly distributed over all of its range (the finish of MurmurHash3).
+
+    This happens in place, because `bits` is as large as the values.
+    """
     for shift, factor in ((16, FIRST), (13, SECOND)):
         bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)
     return bits.bitwise_xor_((bits >> 16).bitwise_and_(2**16 - 1))

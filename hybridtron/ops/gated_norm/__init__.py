@@ -1,4 +1,4 @@
-"""The gated norm of Mamba-2, whole and in two steps."""
+"""The gated norm of Mamba-2, as one op and as two steps."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.gated_norm import native, recomputed, reference, triton

@@ -1,4 +1,4 @@
-"""The gated norm compiled for this CPU (`native/gated_norm.cpp`): one pass for all of it, or a step."""
+"""The gated norm compiled for this CPU (`native/gated_norm.cpp`): one pass for the full norm, or for a step of it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import Tokens, address, first_part, like, readable, scalar
 from hybridtron.ops.precision import wide_type
 
-WORTH = 2**16  # inputs that are worth a thread
+WORTH = 2**16  # inputs that justify one more thread
 
 
 class GatedNormTask(ctypes.Structure):
-    """`GatedNorm` in gated_norm.cpp."""
+    """Arguments of the compiled functions: `GatedNorm` in gated_norm.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "head", "scaled")),
@@ -29,7 +29,7 @@ class GatedNormTask(ctypes.Structure):
     )
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # the compiled function is not an operation of torch
 def gated_norm(inputs: GatedNormInputs) -> Tensor:
     return _NativeGatedNorm.apply(*inputs)
 
@@ -50,7 +50,7 @@ SCALE = Implementation("native", gated_scale, "cpu", missing=missing)
 
 
 class _NativeGatedNorm(torch.autograd.Function):
-    """Keeps y, z and the weight; to the compiled function a group is a head."""
+    """Autograd function that saves y, z and the weight; the compiled function takes a group as a head."""
 
     @staticmethod
     def forward(ctx: Any, y_BLE: Tensor, z_BLE: Tensor, weight_E: Tensor, groups: int, eps: float) -> Tensor:
@@ -66,7 +66,7 @@ class _NativeGatedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once, as torch.utils.checkpoint asks
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
         y, z, grad = (readable(x).unflatten(-1, (ctx.groups, -1)) for x in (*saved[:2], grads[0]))
         grad_y, grad_z, weight = like(y), like(z), saved[2].to(wide_type(y)).contiguous()
         task = _task(y, z, grad_out=grad, grad_y=grad_y, grad_z=grad_z)
@@ -78,7 +78,7 @@ class _NativeGatedNorm(torch.autograd.Function):
 
 
 class _NativeSquares(torch.autograd.Function):
-    """Keeps y and z."""
+    """Autograd function that saves y and z."""
 
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class _NativeSquares(torch.autograd.Function):
 
 
 class _NativeScale(torch.autograd.Function):
-    """Keeps its inputs."""
+    """Autograd function that saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor, scale_BLH: Tensor, weight_HP: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class _NativeScale(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        saved = ctx.saved_tensors  # read once, as torch.utils.checkpoint asks
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
         y_BLHP, z_BLHP, scale_BLH, weight_HP = saved
         y, z, scale, grad = (readable(t) for t in (y_BLHP, z_BLHP, scale_BLH, grads[0]))
         grad_y, grad_z, grad_scale = like(y), like(z), torch.empty(scale.shape, dtype=scale.dtype)

@@ -1,4 +1,4 @@
-"""The gated norm with backward passes of its own, which keep the inputs alone and compute v again.
+"""The gated norm in torch, with backward passes of its own: they save only the inputs and compute v again.
 
 With v = y silu(z) and its gradient dv: dy = dv silu(z), and dz = dv y silu'(z).
 
@@ -22,11 +22,11 @@ from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.gated_norm.reference import GatedNormInputs, GatedScaleInputs, GatedSquaresInputs, gated
 from hybridtron.ops.precision import at_least_fp32
 
-CHUNK = 128  # tokens
+CHUNK = 128  # tokens at a time on a CPU
 
 
 class _GatedSquares(torch.autograd.Function):
-    """Keeps y and z."""
+    """Autograd function that saves y and z."""
 
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class _GatedSquares(torch.autograd.Function):
 
 
 class _GatedScale(torch.autograd.Function):
-    """Keeps its inputs."""
+    """Autograd function that saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor, scale_BLH: Tensor, weight_HP: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class _GatedScale(torch.autograd.Function):
 
 
 def _chunks(y_BLHP: Tensor) -> list[slice]:
-    """On a CPU as many tokens at a time as fit into the cache; a GPU takes all."""
+    """Cut the tokens into chunks that fit into a CPU's cache; a GPU takes all of them at once."""
     length = y_BLHP.shape[1]
     step = CHUNK if y_BLHP.device.type == "cpu" else max(1, length)
     return [slice(start, start + step) for start in range(0, max(1, length), step)]
@@ -87,18 +87,18 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _parts(y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, z and silu(z) in fp32 or float64."""
+    """Return y, z and silu(z), in fp32 or float64."""
     wide_z = at_least_fp32(z)
     return at_least_fp32(y), wide_z, F.silu(wide_z)
 
 
 def _backward_of_gated(grad_v: Tensor, y: Tensor, z: Tensor, open_z: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of y and z."""
+    """Return the gradients of y and z, given that of v = y silu(z)."""
     return grad_v * open_z, torch.ops.aten.silu_backward(grad_v * y, z)
 
 
 def gated_norm(inputs: GatedNormInputs) -> Tensor:
-    """The two steps, with a group in the place of a head."""
+    """Compute the full norm by its two steps, with a group in the place of a head."""
     y_BLGK, z_BLGK = (x_BLE.unflatten(-1, (inputs.groups, -1)) for x_BLE in (inputs.y_BLE, inputs.z_BLE))
     mean_BLG = _GatedSquares.apply(y_BLGK, z_BLGK) / y_BLGK.shape[-1]
     weight_GK = inputs.weight_E.unflatten(0, (inputs.groups, -1))

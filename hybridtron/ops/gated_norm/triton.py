@@ -1,6 +1,6 @@
-"""The gated norm, whole and in two steps, by Triton kernels of our own (`kernels`).
+"""The gated norm, in full and as two steps, by Triton kernels of our own (`kernels`).
 
-Right on an H200 (benchmarks/gpu.md).
+Correct on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hybridtron.ops.gated_norm.reference import GatedNormInputs, GatedScaleInput
 from hybridtron.ops.kernel_launch import own_kernels
 
 MOST_CHANNELS = 1024  # of a head
-MOST_OF_A_GROUP = 8192  # which a program holds in its registers
+MOST_OF_A_GROUP = 8192  # channels of a group, which a program holds in its registers
 
 
 def _of_heads(inputs: GatedSquaresInputs | GatedScaleInputs) -> str | None:

@@ -1,4 +1,4 @@
-"""GEGLU that keeps its two inputs for backward, where plain autograd also keeps gelu(gate)."""
+"""GEGLU's gate, with only its two inputs saved for backward; plain autograd also saves gelu(gate)."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class GEGLUInputs(NamedTuple):
-    """Gate and up side by side on the last axis, as one projection makes them."""
+    """Gate and up side by side on the last axis, as one projection writes them."""
 
     gate_up: Tensor
 
 
 def geglu(inputs: GEGLUInputs) -> Tensor:
-    """gelu(gate) * up, in the dtype of the input."""
+    """Return gelu(gate) * up, in the dtype of the input."""
     gate, up = inputs.gate_up.chunk(2, dim=-1)
     return F.gelu(gate) * up

@@ -1,4 +1,4 @@
-"""GEGLU's gate by Triton kernels of our own (`kernels`). Right on an H200 (benchmarks/gpu.md)."""
+"""GEGLU's gate by Triton kernels of our own (`kernels`). Correct on an H200 (benchmarks/gpu.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-entropy, of logits and of the head's product."""
+"""Cross-entropy, from logits or from their factors: the output head's input and weight."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.loss import chunked, reference

@@ -1,18 +1,18 @@
-"""Cross-entropy of the head's product, whose logits exist for some tokens at a time.
+"""Cross-entropy of the output head, with the logits of only some tokens in memory at a time.
 
     logits_t = weight x_t,   loss = sum over unmasked t of  lse_t - logits_t[label_t] + z_loss lse_t^2
     g_t = softmax(logits_t) (1 + 2 z_loss lse_t) - one_hot(label_t)       the gradient of the loss at logits_t
-    gradients: weight^T g_t of x_t, and sum_t g_t x_t^T of the weight
+    gradients: weight^T g_t for x_t, and sum_t g_t x_t^T for the weight
 
-The gradients are made in the forward pass, from the logits while they are there; backward only scales them. To make
-them in backward would cost the logits once more, a fourth product to the three, and save nothing at the peak: the loss
-ends a forward pass, and the backward pass that follows at once would begin with these same two gradients. What is kept
-is as large as the input and the weight, for any number of tokens, so the tokens of a micro-batch are given together.
+The forward pass computes the gradients while it has the logits; backward only scales them. To compute them in backward
+would take the logits once more, a fourth product besides the three, and would not lower the peak of memory: the loss
+ends a forward pass, and the backward pass that follows at once would begin with these same two gradients. The saved
+gradients are as large as the input and the weight, for any number of tokens, so a micro-batch is passed in one call.
 
-The gradient of the weight goes through autograd as any other's, so that tied weights, several micro-batches and
-Megatron's sums of gradients are not affected. In several parts it is added up in fp32, always in the same order.
+The weight's gradient goes through autograd like any other, so that tied weights, several micro-batches and Megatron's
+gradient accumulation are not affected. With several parts it is summed in fp32, always in the same order.
 
-Legend: T any leading axes of tokens, N their product, C those of one part, D width, V vocabulary, or a rank's share.
+Legend: T any leading axes of tokens, N their product, C those of one part, D width, V vocabulary, or a rank's shard.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hybridtron.planning.count import logits_at_a_time
 
 
 def chunked(inputs: LinearCrossEntropyInputs) -> Loss:
-    """The loss from the vocabulary, or from a share of it; the gradient of `x_TD` is then this share's part of it."""
+    """Compute the loss part by part; with a vocabulary shard, the gradient of `x_TD` is only this shard's term."""
     x_TD, weight_VD, labels_T, mask_T, z_loss, share = inputs
     recorded = torch.is_grad_enabled()
     wanted = WantedGradients(recorded and x_TD.requires_grad, recorded and weight_VD.requires_grad)
@@ -46,14 +46,14 @@ CHUNKED = Implementation("chunked", chunked)
 
 
 class WantedGradients(NamedTuple):
-    """Whose gradients are: the input's, the weight's."""
+    """Two flags: compute the gradient of the input, of the weight."""
 
     of_x: bool
     of_weight: bool
 
 
 class SummedGradients:
-    """Those of the input and of the weight, as they are added up over the parts; None where not wanted."""
+    """Gradients of the input and the weight, accumulated over parts of the tokens; None if not wanted."""
 
     def __init__(self, inputs: LinearCrossEntropyInputs, wanted: WantedGradients, several: bool) -> None:
         self.x_ND, self.weight_VD, self.wanted, self.several = inputs.x_TD, inputs.weight_VD, wanted, several
@@ -61,7 +61,7 @@ class SummedGradients:
         self.of_weight_VD: Tensor | None = None
 
     def add(self, part: slice, of_logits_CV: Tensor) -> None:
-        """What some tokens bring."""
+        """Add the gradients from some tokens, given the gradient at their logits."""
         x_CD = self.x_ND[part]
         if self.of_x_ND is not None:
             room_CD = self.of_x_ND[part]
@@ -76,20 +76,23 @@ class SummedGradients:
             add_product(self.of_weight_VD, of_logits_CV.mT, x_CD)
 
     def _first(self, of_logits_VC: Tensor, x_CD: Tensor) -> Tensor:
-        """The product of the first part, in the type of the sum."""
+        """Return the first part's product, in the dtype of the sum."""
         wide = wide_type(x_CD) if self.several else x_CD.dtype
         if x_CD.is_cuda and wide != x_CD.dtype:
             return torch.mm(of_logits_VC, x_CD, out_dtype=wide)
         return matrix_product(ProductInputs(of_logits_VC, x_CD)).to(wide)
 
     def made(self) -> tuple[Tensor | None, Tensor | None]:
-        """Both, in the types of what they are gradients of."""
+        """Return both gradients, in the dtypes of the input and the weight."""
         of_weight_VD = self.of_weight_VD
         return self.of_x_ND, None if of_weight_VD is None else of_weight_VD.to(self.weight_VD.dtype)
 
 
 def _sums_of(part: slice, inputs: LinearCrossEntropyInputs, gradients: SummedGradients) -> tuple[Tensor, Tensor]:
-    """lse and the label's logit of some tokens, whose logits end with it; what they bring is added to the gradients."""
+    """Return lse and the label's logit for some tokens, and add their gradients to `gradients`.
+
+    Their logits exist only during this call.
+    """
     x_ND, weight_VD, labels_N, mask_N, z_loss, share = inputs
     logits_CV = matrix_product(ProductInputs(x_ND[part], weight_VD.T))
     labels_C = labels_N[part] if share is None else labels_N[part] - share.first
@@ -104,7 +107,7 @@ def _sums_of(part: slice, inputs: LinearCrossEntropyInputs, gradients: SummedGra
 
 
 class _MadeInForward(torch.autograd.Function):
-    """Keeps the gradients alone."""
+    """Autograd function that computes the gradients in forward and saves only them."""
 
     @staticmethod
     def forward(ctx: Any, wanted: WantedGradients, *fields: Any) -> tuple[Tensor, Tensor]:
@@ -125,6 +128,6 @@ class _MadeInForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # in place: torch refuses a second backward pass, whose gradients these would be times both factors
+        # in place: a second backward pass would scale them twice, but torch refuses it
         of_x_ND, of_weight_VD = (x if x is None else x.mul_(grad_total) for x in ctx.saved_tensors)
         return None, of_x_ND, of_weight_VD, None, None, None, None

@@ -2,10 +2,10 @@
 
     loss = sum over unmasked tokens of  lse - logits[label] + z_loss * lse^2,   lse = log sum_v exp(logits[v])
 
-Sums, not means: the caller adds up micro-batches and ranks and divides by the number of tokens at the end. Here the
-logits are given, or their factors are; what training computes, without ever having them all, is in `chunked`.
+Sums, not means: the caller adds up micro-batches and ranks and divides by the number of tokens at the end. Here all
+logits exist at once, given or computed from their factors; training uses `chunked`, which never has them all.
 
-Legend: T any leading axes of tokens, D width, V vocabulary, or the share of it that is here.
+Legend: T any leading axes of tokens, D width, V vocabulary, or this rank's shard of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridtron.ops.softmax.reference import SoftmaxSums, SoftmaxSumsInputs, sof
 
 
 class Loss(NamedTuple):
-    """Sums over the unmasked tokens; only `total` carries a gradient."""
+    """Sums over the unmasked tokens, and each token's cross-entropy; only `total` carries a gradient."""
 
     total: Tensor
     cross_entropy: Tensor
@@ -31,7 +31,7 @@ class Loss(NamedTuple):
 
 
 class CrossEntropyInputs(NamedTuple):
-    """Logits, labels, and which tokens count; masked labels and logits may be anything."""
+    """Logits, labels, and a mask of the tokens that count; masked labels and logits may be anything."""
 
     logits_TV: Tensor
     labels_T: Tensor
@@ -40,17 +40,17 @@ class CrossEntropyInputs(NamedTuple):
 
 
 class VocabularyShare(NamedTuple):
-    """Which part of the vocabulary is here: its first token, and what joins its sums with those of the other parts."""
+    """A rank's vocabulary shard: its first token, and a function that combines its sums with the other shards'."""
 
     first: int
     join: Callable[[SoftmaxSums], SoftmaxSums]
 
 
 class LinearCrossEntropyInputs(NamedTuple):
-    """The factors of the logits; of a share of the vocabulary, or of all of it where `share` is None.
+    """The factors of the logits, for a shard of the vocabulary, or for all of it if `share` is None.
 
     Masked rows of x may be anything for the loss, and their gradient is 0. But the weight's gradient is a product with
-    all rows of x, in which a masked one is multiplied with 0: what is not finite there reaches it.
+    all rows of x, in which masked rows are multiplied by 0: non-finite values there make it nan.
     """
 
     x_TD: Tensor
@@ -62,7 +62,7 @@ class LinearCrossEntropyInputs(NamedTuple):
 
 
 def cross_entropy(inputs: CrossEntropyInputs) -> Loss:
-    """Cross-entropy where the boolean mask is True, in fp32 at least."""
+    """Sum the cross-entropy and z-loss over tokens whose mask is True, in fp32 at least."""
     logits_TV, labels_T, mask_T, z_loss = inputs
     # Masked rows of logits are replaced before any arithmetic: 0 * nan would still be nan.
     wide_TV = torch.where(mask_T[..., None], at_least_fp32(logits_TV), 0.0)
@@ -72,7 +72,7 @@ def cross_entropy(inputs: CrossEntropyInputs) -> Loss:
 
 
 def linear_cross_entropy(inputs: LinearCrossEntropyInputs) -> Loss:
-    """The loss of all logits at once. With a share, the gradients are this share's parts of them."""
+    """Compute the loss with all logits at once; with a vocabulary shard, gradients are only this shard's terms."""
     x_TD, weight_VD, labels_T, mask_T, z_loss, share = inputs
     logits_TV = functional.linear(x_TD, weight_VD)
     if share is None:
@@ -90,7 +90,7 @@ def linear_cross_entropy(inputs: LinearCrossEntropyInputs) -> Loss:
 
 
 def summed_loss(lse_T: Tensor, picked_T: Tensor, mask_T: Tensor, z_loss: float) -> Loss:
-    """The loss from each token's lse and the logit of its label."""
+    """Sum the loss, given each token's lse and the logit of its label."""
     per_token_T = torch.where(mask_T, lse_T - picked_T, 0.0)
     z_T = torch.where(mask_T, z_loss * lse_T.square(), 0.0)
     total = (per_token_T + z_T).sum()

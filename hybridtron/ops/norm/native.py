@@ -1,4 +1,4 @@
-"""Root-mean-square norm, and the same of a sum, compiled for this CPU (`native/norm.cpp`): a token at a time."""
+"""Root-mean-square norm, alone and after an addition, compiled for this CPU (`native/norm.cpp`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hybridtron.ops.native.tensors import KINDS, Tokens, address, as_rows, first
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 from hybridtron.ops.precision import narrower, wide_type
 
-WORTH = 2**16  # inputs that are worth a thread
+WORTH = 2**16  # inputs that justify one more thread
 
 
 class NormTask(ctypes.Structure):
-    """`Norm` in norm.cpp."""
+    """Arguments of the compiled functions: `Norm` in norm.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels")),
@@ -43,9 +43,12 @@ def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
     return None
 
 
-@untraced  # what is called is no operation of torch
+@untraced  # the compiled function is not an operation of torch
 def rms_norm(inputs: RMSNormInputs) -> Tensor:
-    """Of heads (B, L, H, N) as they lie in memory: tokens of all rows side by side are no rows of tokens."""
+    """Return the norm over the last axis.
+
+    Heads (B, L, H, N) that lie tokens first in memory are read in that order, so that nothing is copied.
+    """
     x, weight, eps = inputs
     if x.dim() == 4 and x.stride(0) < x.stride(1):
         return _NativeNorm.apply(x.transpose(0, 1), weight, eps).transpose(0, 1)
@@ -66,7 +69,7 @@ ADD_NORM: Implementation[AddRMSNormInputs, tuple[Tensor, Tensor]] = Implementati
 
 
 class _NativeNorm(torch.autograd.Function):
-    """Keeps its inputs."""
+    """Autograd function that saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,7 +85,7 @@ class _NativeNorm(torch.autograd.Function):
 
 
 class _NativeAddNorm(torch.autograd.Function):
-    """Keeps the sum."""
+    """Autograd function that saves the sum and the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -100,7 +103,7 @@ class _NativeAddNorm(torch.autograd.Function):
 
 
 def _forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, or x, and its norm."""
+    """Return the sum, or x if nothing is added, and its norm."""
     rows, wide = as_rows(x), weight.to(wide_type(x)).contiguous()
     y = like(rows) if (kind := narrower(x.dtype, weight.dtype)) == x.dtype else like(rows).to(kind)
     task = _task(rows, wide, eps)
@@ -113,7 +116,7 @@ def _forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def _backward(x: Tensor, weight: Tensor, eps: float, grad_y: Tensor, grad_sum: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of x, which is the sum where there is one, and of the weight."""
+    """Return the gradients of x, the tensor to norm, and of the weight; `grad_sum` is added to that of x."""
     rows, wide = as_rows(x), weight.to(wide_type(x)).contiguous()
     task, grad_x, grad_y = _task(rows, wide, eps), like(rows), as_rows(grad_y)
     grad_sum = None if grad_sum is None else as_rows(grad_sum)

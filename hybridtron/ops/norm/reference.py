@@ -3,7 +3,7 @@
     rms_norm:      y = x / sqrt(mean(x^2) + eps) * weight
     add_rms_norm:  s = x + added,  and the norm of s
 
-A residual stream may be wider than what is computed in: fp32 beside bf16 weights. Its norm is then as narrow as these.
+A residual stream may have a wider dtype than the weights, such as fp32 with bf16 weights. Its norm is then bf16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridtron.ops.precision import at_least_fp32, narrower
 
 
 class RMSNormInputs(NamedTuple):
-    """What is normed over its last axis, and a weight for each channel."""
+    """A tensor to norm over its last axis, and a weight for each channel."""
 
     x: Tensor
     weight: Tensor
@@ -25,7 +25,7 @@ class RMSNormInputs(NamedTuple):
 
 
 class AddRMSNormInputs(NamedTuple):
-    """A residual stream, what is added to it, and the weight of the norm; `x` is no narrower than `added`."""
+    """A residual stream x, a tensor to add to it, and the norm's weight; `added` is not wider than `x` in dtype."""
 
     x: Tensor
     added: Tensor
@@ -34,7 +34,7 @@ class AddRMSNormInputs(NamedTuple):
 
 
 def rms_norm(inputs: RMSNormInputs) -> Tensor:
-    """Root-mean-square norm over the last axis, computed in fp32; returned in the narrower dtype of the two."""
+    """Normalize x over its last axis, in fp32 at least; return it in the narrower dtype of x and weight."""
     x, weight, eps = inputs
     wide = at_least_fp32(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -42,6 +42,6 @@ def rms_norm(inputs: RMSNormInputs) -> Tensor:
 
 
 def add_rms_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
-    """The sum, in the dtype of `x`, and the norm of that sum, which is rounded first."""
+    """Return the sum, in the dtype of `x`, and the norm of that rounded sum."""
     summed = inputs.x + inputs.added
     return summed, rms_norm(RMSNormInputs(summed, inputs.weight, inputs.eps))

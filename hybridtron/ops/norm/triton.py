@@ -1,6 +1,6 @@
-"""Root-mean-square norm, and the same of a sum, by Triton kernels of our own (`kernels`).
+"""Root-mean-square norm, alone and after an addition, by Triton kernels of our own (`kernels`).
 
-Right on an H200 (benchmarks/gpu.md) when a program took one row at a time; tiles have run in the interpreter alone.
+Correct on an H200 (benchmarks/gpu.md) with one row at a time per program; tiles have run in the interpreter alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 
-MAX_CHANNELS = 8192  # of a row, which the registers of one program hold
+MAX_CHANNELS = 8192  # of a row, which one program holds in its registers
 
 
 def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:

@@ -184,15 +184,24 @@ def without_package(folders: Collection[Path]) -> list[Path]:
 
 
 def copy_into(configs: Path, own: Path | None, files: Collection[OutsideFile]) -> None:
-    """Add the user's files to a copy of the package's configs/, and mark the copy as complete."""
-    places = [f"{group}/{name}.yaml" for group in groups_of(configs) if own for name in files_of(own, group)]
-    for place in places:
-        target = configs / place
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((OWN / place).read_bytes())
+    """Add the user's files to a copy of the package's configs/, and mark the copy as complete.
+
+    `own` is the user's configs/ folder if there is one, and `files` are those that arguments named by their paths.
+    """
+    if own is not None:
+        _copy_own(configs, own)
     for file in files:
         head = "" if _PACKAGE.search(file.text) else f"# @package {file.package}\n"
         (configs / file.group / f"{file.name}.yaml").write_text(head + file.text)
     lines = [f"{file.group}={file.name}: {Path(file.path).absolute()}" for file in files]
     (configs / COMPLETE).write_text("\n".join(["The package's files and the user's.", *lines, ""]))
+
+
+def _copy_own(configs: Path, own: Path) -> None:
+    """Copy the names of the user's folder that the package's groups do not have."""
+    for group in groups_of(configs):
+        for name in files_of(own, group):
+            target = configs / group / f"{name}.yaml"
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes((own / group / f"{name}.yaml").read_bytes())

@@ -6,7 +6,7 @@ import pytest
 
 from hybridtron.cluster.submit import copy_code
 from hybridtron.config.load import CONFIGS, carried, choices_of, load, to_yaml
-from hybridtron.config.outside import COMPLETE
+from hybridtron.config.outside import COMPLETE, copy_into
 from hybridtron.problems import ConfigError
 
 HEAD = "# @package _global_\n"
@@ -167,6 +167,15 @@ def test_a_job_gets_the_files_of_the_user(work):
     copied = work / "run/code/hybridtron/configs"
     assert load(renamed, copied) == before
     assert str(work / "mine.yaml") in (copied / COMPLETE).read_text()
+
+
+def test_files_are_copied_from_the_named_folder(work):
+    own = work / "elsewhere"
+    write(own / "cluster/ours.yaml", CLUSTER)
+    write(work / "configs/cluster/ours.yaml", "name: of another folder\n")
+    (work / "copy/cluster").mkdir(parents=True)
+    copy_into(work / "copy", own, [])
+    assert (work / "copy/cluster/ours.yaml").read_text() == CLUSTER
 
 
 @pytest.mark.parametrize("recipe", ["laptop_phases", "samba_1.3b", "samba_3.8b", "zamba2_1.2b_span"])

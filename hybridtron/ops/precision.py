@@ -23,5 +23,5 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    """Return the narrower of two dtypes: that whose values the other can hold."""
+    """Return the narrower of two dtypes: the one whose values the other can hold."""
     return first if torch.promote_types(first, second) == second else second

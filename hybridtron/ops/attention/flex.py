@@ -11,7 +11,7 @@ for each batch and window, and with remembered keys in every call.
 FlexAttention has no backward pass on a CPU; tests there cover its forward pass and the tiles.
 Correct on an H200 (benchmarks/gpu.md).
 
-Legend as in `attention`; T tiles of queries, U tiles of keys.
+Legend as in `reference`; T tiles of queries, U tiles of keys.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def reached(x_BSC: Tensor, documents_BS: Tensor | None, tap: int, width: int) ->
 
 
 def masked_at_borders(tensor_BLC: Tensor, documents_BS: Tensor | None, tap: int, width: int) -> Tensor:
-    """Set the tokens to zero at which a tap reaches into another document."""
+    """Set to zero the tokens at which a tap reaches into another document."""
     if documents_BS is None or tap == width - 1:
         return tensor_BLC
     length = tensor_BLC.shape[1]

@@ -10,9 +10,9 @@ The gradient of S_i gains r_i dr_i through the pairs that i reads, and that of S
 read j.
 
 With one g for a head (`HeadDecay`) the decays are a factor of the scores, one T x T matrix, and the gradient of S is
-the row sums of A dA less its column sums: the same numbers twice, so that terms that cancel do so exactly. With one
-for each key channel (`ChannelDecay`) they stand inside the sum over n. A can't then be computed as the product of
-r exp(S) and k exp(-S), as exp(-S) overflows after a few strong decays. So a chunk is cut into blocks of SUB tokens.
+the row sums of A dA less its column sums: the same numbers twice, so that terms that cancel leave nothing behind.
+With one for each key channel (`ChannelDecay`) they stand inside the sum over n. A can't then be computed as the product
+of r exp(S) and k exp(-S), as exp(-S) overflows after a few strong decays. So a chunk is cut into blocks of SUB tokens.
 Between the tokens i of a block that begins with f, and all j before the block,
 
     A_ij = (r_i exp(S_i - S_f)) . (k_j exp(S_f - S_j))

@@ -1,7 +1,8 @@
-"""The Hugging Face class of models that no class in transformers is. Its files are shipped with every such model.
+"""The Hugging Face model class for models that no native class fits. Its files are shipped with every such export.
 
-Importing this lets AutoConfig and AutoModel know the class by its `model_type`. The files beside this one import
-nothing of hybridtron, only `mixers_hybridtron`, which `interop/shipped_code` makes from the package, as in an export.
+Importing this package registers the class with AutoConfig and AutoModel by its `model_type`. The files beside this one
+import nothing from hybridtron except each other and `mixers_hybridtron`. `interop/shipped_code` generates that module
+from the package, here as in an export.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Configuration of a language model made of residual sub-layers: a pattern of letters, and what each letter means."""
+"""Configuration of a language model made of residual sub-layers: a pattern of letters, and the options of each."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import Any
 import transformers
 
 NEEDED = (5, 23)
-if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < NEEDED:  # before an import of it fails
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < NEEDED:  # before a later import fails
     raise ImportError(
         f"this model needs transformers {NEEDED[0]}.{NEEDED[1]} or newer, not {transformers.__version__}: "
         f"pip install 'transformers>={NEEDED[0]}.{NEEDED[1]}'"
     )
 
-# what follows from the pattern and its letters
+# attributes that follow from the pattern and its letters
 FOLLOWING = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
 
 
 class HybridtronConfig(transformers.PreTrainedConfig):
     """`pattern` has one letter for each sub-layer; `layers` gives each letter its `kind` and that kind's options.
 
-    Heads and window are those of the first attention, for tools that ask; the layers read their own options alone.
+    The attributes for heads and window describe the first attention sub-layer, for tools that read them. The layers
+    read only their own options.
     """
 
     model_type = "hybridtron"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")  # the second before transformers 5.24
+    keys_to_ignore_at_inference = ("cache", "past_key_values")  # the latter before transformers 5.24
 
     def __init__(
         self,

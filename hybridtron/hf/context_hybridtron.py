@@ -1,6 +1,7 @@
-"""What `mixers_hybridtron.py` finds where hybridtron hands over what comes before a rank's share of a row.
+"""Single-process replacement of hybridtron's context parallelism, for the generated `mixers_hybridtron.py`.
 
-Here a row is whole: what comes before it are the states that were handed in.
+No row is divided over ranks here, so a row's past is in the states that were passed in. The functions return these, and
+those that only a sequence shard needs raise NotImplementedError.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A residual sub-layer: the norm, and a mixer of `mixers_hybridtron.py` over weights with the names of this model.
+"""A residual sub-layer: its norm, and a mixer from `mixers_hybridtron.py` that computes with this model's weights.
 
-A mixer computes with the weights that its spec lists. Here they lie as other models of its kind have them, under the
-names and in the order that the spec's `exported_names` says: rows of one of ours may be rows of several layers here, or
-the other way round. Its projections are calls of layers here, so that adapters reach them; all other weights are handed
-to it for the time of a call.
+A mixer's spec lists the weights that it computes with. This model stores them as other models of the kind do, with the
+names and in the order that the spec's `exported_names` gives: one weight of a mixer may consist of rows from several
+layers here, or the other way round. The mixer's projections are calls of layers here, so that adapters can wrap them;
+all other weights are passed to the mixer for the time of a call.
 
 Legend: B rows, L tokens, D width, H query heads, G key/value heads, K head size.
 """
@@ -38,12 +38,12 @@ from .mixers_hybridtron import (
     starting_value,
 )
 
-ATTENTION = "attention"  # on a mixer: the function that computes its attention
-STARTS = "starts"  # on a module: how those of its weights start that are no projections
+ATTENTION = "attention"  # attribute of a mixer: the function that computes its attention
+STARTS = "starts"  # attribute of a module: how its weights other than projections are initialized
 
 
 class WeightRows(NamedTuple):
-    """WeightRows of a weight of this model, which has `total` of them."""
+    """Rows `start` to `stop` - 1 of this model's weight `theirs`, which has `total` rows."""
 
     theirs: str
     start: int
@@ -52,7 +52,7 @@ class WeightRows(NamedTuple):
 
 
 class SeqOnDevices:
-    """Where each token stands: the same on every device that the model lies on."""
+    """The tokens' positions and documents, copied once to each device of the model."""
 
     def __init__(self, seq: SeqInfo) -> None:
         self._on = {seq.positions_BL.device: seq}
@@ -64,7 +64,7 @@ class SeqOnDevices:
 
 
 class HybridtronLinear(nn.Linear):
-    """A projection. The mixer adds the bias, if there is one."""
+    """A projection without bias; the mixer adds a bias if there is one."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -76,7 +76,7 @@ class HybridtronLinear(nn.Linear):
 class HybridtronMixer(nn.Module):
     """A mixer's weights, and the mixer that computes with them.
 
-    What places of a letter share, the `first` of them holds.
+    If sub-layers with the same letter share weights, the `first` of them holds these.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, first: HybridtronMixer | None = None) -> None:
@@ -89,7 +89,7 @@ class HybridtronMixer(nn.Module):
         kinds = [config.layers.get(each, {}).get("kind") for each in config.pattern]
         spec = make_spec(**make_spec.renamed(options))
         sizes = ModelSizes(config.hidden_size, len(kinds)).at(layer_idx, kinds)
-        self.config, self.layer_idx, self.is_causal = config, layer_idx, True  # what attention functions look for
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True  # attention functions read these
         self.place, self.in_fp32 = spec, list[str]()
         self._once: dict[str, tuple[Tensor, Tensor]] = {}
         with torch.device("meta"):
@@ -134,7 +134,7 @@ class HybridtronMixer(nn.Module):
             self.in_fp32 += [theirs] * weight.fp32
 
     def _holder(self, path: str) -> nn.Module:
-        """The module of this dotted name, made where it is not there yet."""
+        """Return the module with this dotted name; modules that do not exist yet are created."""
         holder: nn.Module = self
         for name in filter(None, path.split(".")):
             if not hasattr(holder, name):
@@ -149,12 +149,12 @@ class HybridtronMixer(nn.Module):
         return [name for name, value in vars(self._mixer[0]).items() if isinstance(value, Declared)]
 
     def _layer(self, theirs: str) -> nn.Module:
-        """The one whose weight this is."""
+        """Return the module with the weight `theirs`, here or in the first sub-layer that shares it."""
         holder = self._first[0] if theirs in self._elsewhere else self
         return holder.get_submodule(theirs.rpartition(".")[0])
 
     def _weight(self, rows: list[WeightRows]) -> Tensor:
-        """A weight as the mixer knows it."""
+        """Return a weight as the mixer expects it, assembled from rows of this model's weights."""
         parts = []
         for each in rows:
             weight = getattr(self._layer(each.theirs), each.theirs.rpartition(".")[2])
@@ -163,7 +163,10 @@ class HybridtronMixer(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
-        """What a projection of the mixer makes of x: outputs of this model's layers, in the mixer's order."""
+        """Apply one of the mixer's projections to x: outputs of this model's layers, in the mixer's order.
+
+        During a forward pass each layer runs only once for the same x.
+        """
         parts = []
         for each in self._rows[f"{name}.weight"]:
             made = self._once.get(each.theirs)
@@ -174,7 +177,7 @@ class HybridtronMixer(nn.Module):
 
 
 def _rows_of(table: dict[str, Any], names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, list[WeightRows]]]:
-    """For each weight of a mixer where its rows lie here; rows that follow each other in both are taken together."""
+    """Yield each weight of a mixer with the rows that it consists of here; rows adjacent in both are merged."""
     sizes = {key: shape[0] for name, weight in table.items() for key, shape in weight.stored(name).items()}
     lies: dict[str, WeightRows] = {}
     for theirs, ours in names.items():
@@ -193,7 +196,10 @@ def _rows_of(table: dict[str, Any], names: dict[str, tuple[str, ...]]) -> Iterat
 
 
 def start_weights(module: nn.Module) -> None:
-    """Fill what is no projection as the specs say. What transformers has loaded, `init` leaves as it is."""
+    """Initialize a module's weights other than projections, as the specs say.
+
+    transformers' `init` leaves weights unchanged that were loaded from a file.
+    """
     for leaf, starts in getattr(module, STARTS, {}).items():
         weight = getattr(module, leaf)
         values = [starting_value(each, shape, int(torch.randint(2**62, ())), leaf) for each, shape in starts]
@@ -201,16 +207,16 @@ def start_weights(module: nn.Module) -> None:
 
 
 def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Tensor:
-    """Attention by what `attn_implementation` says.
+    """Compute attention as `attn_implementation` says.
 
-    Kernels that transformers knows are used where no keys are remembered: they could skip no padding among those.
+    transformers' flash kernels are used only without remembered keys, since they could not skip padding among these.
     """
     chosen = layer.config._attn_implementation or "sdpa"
     if not chosen.startswith("flash") or inputs.memory is not None:
         return (attention_reference if chosen == "eager" else attention)(inputs)
     borders = {}
     if (starts_BL := document_starts(inputs.documents_BL)) is not None:
-        # where documents begin when all rows stand one after another, and where the last ends
+        # where documents begin in the concatenated rows, and where the last one ends
         starts_BL = torch.cat((torch.ones_like(starts_BL[:, :1]), starts_BL[:, 1:]), dim=1)
         starts = F.pad(starts_BL.flatten().nonzero().flatten(), (0, 1), value=starts_BL.numel()).int()
         length = starts_BL.shape[1]
@@ -221,10 +227,10 @@ def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Ten
 
 
 class HybridtronLayer(GradientCheckpointingLayer):
-    """A residual sub-layer, of which the input is normed, or the output; or one beside the last; or a feeder.
+    """A residual sub-layer with a norm on its input or its output, a parallel branch without norm, or a feeder.
 
-    One beside another reads what that has normed. A feeder reads the stream and the embedding side by side, and leaves
-    the stream as it is: the next sub-layer alone reads what it has made.
+    A parallel branch reads the same normed input as the sub-layer before it. A feeder reads the stream and the
+    embedding, concatenated, and leaves the stream unchanged; only the next sub-layer reads its output.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, first: HybridtronMixer | None = None) -> None:
@@ -244,7 +250,10 @@ class HybridtronLayer(GradientCheckpointingLayer):
         normed_BLD: Tensor | None = None,
         cache: Any = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`normed_BLD` is what the mixer before has read."""
+        """Return the stream, the output of a feeder or None, and the mixer's input for a parallel branch or None.
+
+        `fed_BLD` and `normed_BLD` are the last two as the sub-layer before has returned them.
+        """
         state = None if cache is None else cache.states[self.layer_idx]
         if self.place.feeds_next:
             normed_BLD = torch.cat((x_BLD, embedded_BLD), dim=-1)

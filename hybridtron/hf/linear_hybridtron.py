@@ -1,6 +1,6 @@
-"""What `mixers_hybridtron.py` finds where hybridtron has its parallel layers: one process, which holds everything.
+"""Single-process replacement of hybridtron's parallel linear layers, for the generated `mixers_hybridtron.py`.
 
-A projection is only declared here. `layers_hybridtron.py` puts the model's own layers in its place.
+Projections are only declared here. `layers_hybridtron.py` replaces each by calls of the model's own layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class OneProcess:
-    """A single process, with all channels and heads."""
+    """A tensor-parallel group of one process, which has all channels and heads."""
 
     size: int = 1
     rank: int = 0
@@ -37,7 +37,7 @@ SINGLE_RANK = OneProcess()
 
 @dataclass(frozen=True)
 class Declared:
-    """A projection without weights."""
+    """A projection without weights: its sizes alone."""
 
     in_features: int
     out_features: int
@@ -53,18 +53,18 @@ row_parallel_by_channel = column_parallel
 
 
 def beside(projection: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What is projected, for its other use, and the product."""
+    """Return the input, for its other use, and its projection."""
     return x, projection(x)
 
 
 def enter(x: Tensor, tensor: OneProcess) -> Tensor:
-    """Nothing is on other processes."""
+    """Return the input, since there is no other process."""
     return x
 
 
 @dataclass(frozen=True)
 class ProductInParts:
-    """A projection whose product is handed out in parts of its channels."""
+    """A projection whose output is split along its channels into parts of these sizes."""
 
     projection: Callable[[Tensor], Tensor]
     sizes: Sequence[int]
@@ -74,7 +74,7 @@ InParts = ProductInParts
 
 
 def projected(x: Tensor, tensor: OneProcess, *projections: Callable[[Tensor], Tensor] | InParts) -> tuple[Tensor, ...]:
-    """What projections make of one input, part by part."""
+    """Apply several projections to one input; return their outputs, or the parts of these."""
     cuts = [each if isinstance(each, InParts) else InParts(each, ()) for each in projections]
     made = ((cut.projection(x), cut.sizes) for cut in cuts)
     return tuple(part for y, sizes in made for part in (y.split(sizes, -1) if sizes else (y,)))

@@ -1,4 +1,4 @@
-"""What the files beside use of `mixers_hybridtron`, which `interop/shipped_code` makes: for type checkers."""
+"""Type stub of the names that the files beside it import from `mixers_hybridtron` (see `interop/shipped_code`)."""
 
 from hybridtron.architecture.base import MixerSpec as MixerSpec
 from hybridtron.architecture.base import ModelSizes as ModelSizes

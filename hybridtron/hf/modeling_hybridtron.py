@@ -1,15 +1,15 @@
 """A language model of residual sub-layers in any order: state spaces, attention, gated MLPs.
 
-Every sub-layer is x + mixer(norm(x)), or x + norm(mixer(x)). One beside another has no norm, and reads what the norm of
-that has made. A feeder reads x and the embedding side by side, and the
-next sub-layer alone reads what it makes, as norm(x + fed). Weights are named by sub-layer:
-`model.layers.3.mixer.in_proj.weight`. With `residual_in_fp32` x is kept in fp32 between them, whatever the weights are.
+Every sub-layer is x + mixer(norm(x)), or x + norm(mixer(x)). A parallel branch has no norm and reads the same normed
+input as the sub-layer before it. A feeder reads x and the embedding, concatenated; only the next sub-layer reads its
+output, as norm(x + fed). Weights are named by sub-layer: `model.layers.3.mixer.in_proj.weight`. With `residual_in_fp32`
+x stays in fp32 between sub-layers, whatever the type of the weights.
 
-Documents. Where `position_ids` start again from 0 inside a row, a document begins: nothing of what stands before is
-seen, by attention, convolution or state. Padding (zeros in `attention_mask`) may stand before or behind a row's tokens,
-and counts as a document of its own. A cache continues at a row's last token, which must not be padding.
+Documents. Where `position_ids` start again from 0 inside a row, a document begins: attention, convolutions and states
+see nothing before it. Padding (zeros in `attention_mask`) may come before or after a row's tokens, and counts as a
+document of its own. A cache continues at a row's last token, which must not be padding.
 
-Legend: B rows, L tokens, S tokens with those that the cache has seen, D width, V vocabulary.
+Legend: B rows, L tokens, S tokens including those that the cache has seen, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from .layers_hybridtron import HybridtronLayer, SeqOnDevices, start_weights
 from .mixers_hybridtron import RMSNorm, SeqInfo, State, at_least_fp32, multiplied
 
 Names = list[str] | set[str] | None
-# transformers 5.24 renamed `past_key_values` to `cache`, in what it passes and in what it expects to be returned; a
-# model that knew only one of the names would generate without its cache, and nothing would say so
+# transformers 5.24 renamed `past_key_values` to `cache`, in the arguments that it passes and the outputs that it
+# expects; a model that knew only one of the names would silently generate without its cache
 CACHE_NAMES = ["cache", "past_key_values"]
 CACHE_NAME = CACHE_NAMES[0] if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else CACHE_NAMES[1]
 
 
 class HybridtronCache(Cache):
-    """The state of every layer, and how many tokens made them.
+    """The state of every layer, and the number of tokens that the model has seen.
 
-    transformers' own layers hold keys, or one convolution and one state; these hold what a mixer carries, whatever it
-    is, with how many keys of each row are real, so that padding is exact in windows too.
+    transformers' own cache layers hold keys and values, or one convolution and one state. These hold any state that a
+    mixer carries. It includes the number of each row's real keys, so that padding is exact in attention windows too.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -53,7 +53,7 @@ class HybridtronCache(Cache):
         return self.seen
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change every tensor; rows are the first axis of all."""
+        """Apply a function to every tensor; rows are the first axis of each."""
         self.states = [{name: change(part) for name, part in state.items()} for state in self.states]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -66,7 +66,7 @@ class HybridtronCache(Cache):
         self.map(lambda part: part.repeat_interleave(repeats, dim=0))
 
     def forget(self, rows_B: Tensor) -> None:
-        """Let these rows start from scratch. A state of zeros is the start."""
+        """Reset these rows to the initial state, which is zero."""
         self.map(lambda part: part.masked_fill(rows_B.to(part.device).view(-1, *[1] * (part.ndim - 1)), 0))
 
     def reset(self) -> None:
@@ -99,7 +99,7 @@ class HybridtronPreTrainedModel(PreTrainedModel):
 def places_of(
     batch: int, length: int, seen: int, device: torch.device, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> tuple[SeqInfo, Tensor | None]:
-    """Where the tokens stand; and where there is padding, which rows have seen nothing but padding before them."""
+    """Return the tokens' positions and documents, and with padding a mask of the rows that saw no real token before."""
     if position_ids is not None:
         position_ids = position_ids.expand(batch, length)
     real_BS = _real_tokens(attention_mask, seen, length)
@@ -116,7 +116,10 @@ def places_of(
 
 
 def _real_tokens(attention_mask: Tensor | None, seen: int, length: int) -> Tensor | None:
-    """Which tokens are no padding, with those before; None where all are. Raises ValueError for what has no meaning."""
+    """Return a mask of the tokens that are not padding, cached ones included, or None if no token is padding.
+
+    Raises ValueError if the attention mask has the wrong shape, or padding between a row's tokens.
+    """
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2 or attention_mask.shape[1] != seen + length:
@@ -134,7 +137,7 @@ def _real_tokens(attention_mask: Tensor | None, seen: int, length: int) -> Tenso
 
 
 def _documents(starts_BL: Tensor) -> Tensor | None:
-    """The index of each token's document; None where none begins inside a row."""
+    """Return the index of each token's document, or None if none begins inside a row."""
     if starts_BL.shape[1] == 1 or not starts_BL[:, 1:].any():
         return None
     return starts_BL.cumsum(1)
@@ -196,7 +199,10 @@ class HybridtronModel(HybridtronPreTrainedModel):
         )
 
     def _cache(self, given: HybridtronCache | None, use_cache: bool | None) -> HybridtronCache | None:
-        """None in training, unless it is asked for."""
+        """Return the given cache or a new one, or None if none is wanted: in training, unless it is asked for.
+
+        With gradient checkpointing, training never has one. Raises TypeError for a cache of another class.
+        """
         if self.gradient_checkpointing and self.training:
             return None
         if given is not None:
@@ -208,7 +214,7 @@ class HybridtronModel(HybridtronPreTrainedModel):
 
 
 class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
-    """With the head that predicts the next token."""
+    """The model with the head that predicts the next token."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -253,7 +259,7 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits_BLV, hidden_states=out.hidden_states, **cached)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> None:
-        """generate() starts from this model's own cache."""
+        """Make generate() start from this model's own cache. Raises ValueError if another kind is asked for."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r}: have no other than dynamic"

@@ -42,15 +42,16 @@ class ContainerConfig:
 class ChecksConfig:
     """Checks that every node must pass before a run starts on it."""
 
-    disk_gb: float = 10.0  # free space that a node needs where the run is written
-    shared_gb: float = 1.0  # free space in /dev/shm, which NCCL and loaders use
-    clock_s: float = 5.0  # largest deviation of a node's clock from the median
+    disk_gb: Annotated[float, at_least(0)] = 10.0  # free space that a node needs where the run is written
+    shared_gb: Annotated[float, at_least(0)] = 1.0  # free space in /dev/shm, which NCCL and loaders use
+    clock_s: Annotated[float, above(0)] = 5.0  # largest deviation of a node's clock from the median
     fabric: list[str] = field(default_factory=list)  # devices of /sys/class/infiniband that must have an active port
     # a small all-reduce inside each node and over all; it also shows that all ranks can connect
     all_reduce: bool = True
-    node_gb_per_s: float | None = None  # minimum bus bandwidth of that all-reduce inside a node; null: any
-    network_gb_per_s: float | None = None  # minimum bus bandwidth over all nodes; null: any
-    timeout: int = 300  # time limit of all checks together, in seconds
+    # minimum bus bandwidth of that all-reduce inside a node; null: any
+    node_gb_per_s: Annotated[float | None, above(0)] = None
+    network_gb_per_s: Annotated[float | None, above(0)] = None  # minimum bus bandwidth over all nodes; null: any
+    timeout: Annotated[int, at_least(1)] = 300  # time limit of all checks together, in seconds
     drain: bool = False  # take a bad node out of service for all users; needs an operator's rights
 
 

@@ -119,6 +119,12 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline", "use 1, or parallel.pipeline of at least 2"),
         ("cluster.peak_tflops=0", "cluster.peak_tflops", "above 0"),
         ("cluster.memory_gb=-80", "cluster.memory_gb", "above 0"),
+        ("cluster.checks.disk_gb=-1", "cluster.checks.disk_gb", "is -1.0, must be at least 0"),
+        ("cluster.checks.shared_gb=-0.5", "cluster.checks.shared_gb", "at least 0"),
+        ("cluster.checks.clock_s=0", "cluster.checks.clock_s", "above 0"),
+        ("cluster.checks.node_gb_per_s=-250", "cluster.checks.node_gb_per_s", "above 0"),
+        ("cluster.checks.network_gb_per_s=0", "cluster.checks.network_gb_per_s", "above 0"),
+        ("cluster.checks.timeout=0", "cluster.checks.timeout", "is 0, must be at least 1"),
     ],
 )
 def test_each_rule_alone(argument, key, says):

@@ -28,8 +28,8 @@ def main(arguments: list[str]) -> int:
         prog="hybridtron checkpoint", description="Look at checkpoints, verify, compare, rewrite or fetch them."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|diff|reshard|fetch")
-    for name, what in (("list", "the checkpoints of a run"), ("verify", "read every byte")):
-        command = commands.add_parser(name, help=what)
+    for name, about in (("list", "the checkpoints of a run"), ("verify", "read every byte")):
+        command = commands.add_parser(name, help=about)
         command.add_argument("path", type=path_of, help="a run's folder, or one checkpoint")
     command = commands.add_parser("diff", help="what is not the same in two checkpoints")
     command.add_argument("left", type=path_of)

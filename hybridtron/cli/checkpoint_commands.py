@@ -61,12 +61,12 @@ def listed(chosen: argparse.Namespace) -> int:
     code = 0
     for path in checkpoints_at(chosen.path):
         try:
-            one = Checkpoint.open(path)
+            checkpoint = Checkpoint.open(path)
         except BrokenCheckpoint as error:
             table.add_row(path.name, "", "", "", f"broken: {error}")
             code = 1
             continue
-        size, meta = sum(file.size for file in one.manifest.files.values()), one.meta
+        size, meta = sum(file.size for file in checkpoint.manifest.files.values()), checkpoint.meta
         loss = "" if meta.validation is None else f"{meta.validation:.4f}"
         table.add_row(str(meta.step), f"{readable(size)}B", loss, meta.layout, "valid")
     show(table)
@@ -98,8 +98,8 @@ def verified(chosen: argparse.Namespace) -> int:
 def compared(chosen: argparse.Namespace) -> int:
     """Print the differences of two checkpoints. Returns 1 if there is one."""
     table = table_of("", "left", "right")
-    for one in differences(opened(chosen.left), opened(chosen.right)):
-        table.add_row(one.what, one.left, one.right)
+    for difference in differences(opened(chosen.left), opened(chosen.right)):
+        table.add_row(difference.what, difference.left, difference.right)
     if not table.row_count:
         print("the same")
         return 0

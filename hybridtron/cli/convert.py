@@ -82,6 +82,6 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def _add_source(command: argparse.ArgumentParser, name: str, what: str) -> None:
-    given = command.add_mutually_exclusive_group(required=True)
-    given.add_argument("source", nargs="?", type=path_of, metavar=name.upper(), help=what)
-    given.add_argument(f"--{name}", dest="named", type=path_of, help=argparse.SUPPRESS)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("source", nargs="?", type=path_of, metavar=name.upper(), help=what)
+    source.add_argument(f"--{name}", dest="named", type=path_of, help=argparse.SUPPRESS)

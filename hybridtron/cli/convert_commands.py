@@ -51,8 +51,8 @@ def exported(chosen: argparse.Namespace) -> int:
     output = not_there_yet(chosen.output)
     size = bytes_of("--shard-size", chosen.shard_size)
     if chosen.base is not None:
-        found = Checkpoint.open(checkpoints_at(chosen.source)[-1])
-        layers = export_adapter(found, chosen.base, output)
+        checkpoint = Checkpoint.open(checkpoints_at(chosen.source)[-1])
+        layers = export_adapter(checkpoint, chosen.base, output)
         print(f"{output}: adapters of {layers} layers for peft, beside {chosen.base}")
         return 0
     source = newest_of(chosen.source)
@@ -77,8 +77,8 @@ def exported(chosen: argparse.Namespace) -> int:
         warnings = export(output, plan, prove, moved)
     for warning in warnings:
         print(f"warning: {chosen.output}: {warning}", file=sys.stderr)
-    said = f"logits apart by {proofs[0].logits:.1e} of the largest, at most" if proofs else "not verified"
-    print(f"{chosen.output}: step {source.meta.step}, {said}")
+    outcome = f"logits apart by {proofs[0].logits:.1e} of the largest, at most" if proofs else "not verified"
+    print(f"{chosen.output}: step {source.meta.step}, {outcome}")
     return 0
 
 

@@ -87,23 +87,23 @@ def run_python(code: str, *arguments: str, patience: float | None = None) -> tup
     environment = {**os.environ, "PYTHONPATH": path}
     patience = patience or PATIENCE
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=patience, env=environment
         )
     except subprocess.TimeoutExpired:
         return {}, f"does not answer within {patience:.0f} s"
     try:
-        return json.loads(done.stdout.splitlines()[-1]), None
+        return json.loads(process.stdout.splitlines()[-1]), None
     except (IndexError, json.JSONDecodeError):
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        last = process.stderr.strip().splitlines()[-1:] or ["no message"]
+        ended = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         return {}, f"ends the interpreter: {ended}, {last[0]}"
 
 
 def probe(module: str) -> Probe:
     """Import a module in a separate process and return the result."""
-    seen, fault = run_python(IMPORT, module)
-    return Probe(True, "", fault) if fault else Probe(**seen)
+    report, fault = run_python(IMPORT, module)
+    return Probe(True, "", fault) if fault else Probe(**report)
 
 
 def inside(version: str, wanted: str) -> bool:
@@ -148,14 +148,14 @@ def package_sections() -> list[tuple[str, list[Line]]]:
     modules = {name: MODULES.get(name, name.replace("-", "_")) for name in wanted.required}
     with ThreadPoolExecutor(4) as pool:
         names = [*modules.values(), *OPTIONAL]
-        found = dict(zip(names, pool.map(probe, [IMPORTED.get(name, name) for name in names]), strict=True))
+        probes = dict(zip(names, pool.map(probe, [IMPORTED.get(name, name) for name in names]), strict=True))
     version = platform.python_version()
     first = Line("ok" if inside(version, wanted.python) else "fail", "Python", version, f"tried: {wanted.python}")
-    seen = {name: found[module] if is_there(name) else Probe(False) for name, module in modules.items()}
-    needed = [package_line(name, versions, seen[name]) for name, versions in wanted.required.items()]
+    required_probes = {name: probes[module] if is_there(name) else Probe(False) for name, module in modules.items()}
+    needed = [package_line(name, versions, required_probes[name]) for name, versions in wanted.required.items()]
     return [
         ("required", [first, *needed]),
-        ("optional", [optional_line(name, purpose, found[name]) for name, purpose in OPTIONAL.items()]),
+        ("optional", [optional_line(name, purpose, probes[name]) for name, purpose in OPTIONAL.items()]),
         ("extras", [extra_line(name, versions) for name, versions in wanted.extras.items()]),
     ]
 
@@ -199,10 +199,10 @@ def gpu_lines(environment: Mapping[str, str], numa_nodes: int) -> list[Line]:
     `hybridtron submit` sets the variables that a layout needs.
     """
     lines = []
-    for wanted in (ALLOCATOR, ONE_QUEUE):
-        found = environment.get(wanted.name)
-        note = f"{wanted.name}={wanted.value}, {wanted.purpose}"
-        lines.append(Line("ok" if found == wanted.value else "none", wanted.name, found or "not set", note))
+    for variable in (ALLOCATOR, ONE_QUEUE):
+        value = environment.get(variable.name)
+        note = f"{variable.name}={variable.value}, {variable.purpose}"
+        lines.append(Line("ok" if value == variable.value else "none", variable.name, value or "not set", note))
     if numa_nodes > 1:
         note = "torchrun --numa-binding=node keeps every process on the cores next to its GPU"
         lines.append(Line("none", "NUMA", f"{numa_nodes} nodes", note))

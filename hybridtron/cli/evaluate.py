@@ -91,10 +91,10 @@ def grouped(text: str) -> SelfExtendOptions:
     """Parse a group size and a number of neighbours, such as `4,1024`, for argparse."""
     if not re.fullmatch(r"\d{1,9},\d{1,9}", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"is {text}, must be a group and a number of neighbours, such as 4,1024")
-    by = SelfExtendOptions(*map(int, text.split(",")))
-    if found := [f"{problem.key} {problem.message}" for problem in limit_problems(by)]:
-        raise argparse.ArgumentTypeError("; ".join(found))
-    return by
+    options = SelfExtendOptions(*map(int, text.split(",")))
+    if faults := [f"{problem.key} {problem.message}" for problem in limit_problems(options)]:
+        raise argparse.ArgumentTypeError("; ".join(faults))
+    return options
 
 
 def require_consistent(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
@@ -152,20 +152,20 @@ def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: 
     """Evaluate every checkpoint, and compare them if there are several. Only the first process prints."""
     from hybridtron.evaluate.run import compared
 
-    ask, found = asking(chosen), []
+    ask, evaluations = asking(chosen), []
     folders = {path: folder_for(path, checkpoint, chosen) for path, checkpoint in checkpoints.items()}
     if len(set(folders.values())) < len(chosen.paths):
         raise Unusable("two of the runs have the same name and step, and so the same folder below --output")
     for path, checkpoint in checkpoints.items():
         with served(checkpoint, layout(chosen.layout), chosen.self_extend, chosen.attention) as model:
             name = f"{folders[path].parent.parent.name if chosen.output is None else path.name}, step {model.step}"
-            one = ask(model, name, folders[path])
+            evaluation = ask(model, name, folders[path])
             if model.first:
-                found.append(one)
-                report(one, console)
-    if len(found) > 1:
-        asked = chosen.suite or chosen.tasks or ", ".join(chosen.harness) or "length generalization"
-        compared(str(asked), found, chosen.output)
+                evaluations.append(evaluation)
+                report(evaluation, console)
+    if len(evaluations) > 1:
+        subject = chosen.suite or chosen.tasks or ", ".join(chosen.harness) or "length generalization"
+        compared(str(subject), evaluations, chosen.output)
         console.print(f"compared in {chosen.output / 'index.html'}")
 
 
@@ -179,9 +179,9 @@ def asking(chosen: argparse.Namespace) -> Callable[[Served, str, Path], Evaluate
     demand("harness")
     from hybridtron.evaluate.harness_run import HarnessWishes, measured
 
-    given = (chosen.include, chosen.samples, chosen.batch, chosen.max_length, chosen.run_code, chosen.chat)
-    asked = HarnessWishes(chosen.harness, *given)
-    return lambda model, name, folder: measured(model, name, asked, folder / "harness", progress_bar)
+    options = (chosen.include, chosen.samples, chosen.batch, chosen.max_length, chosen.run_code, chosen.chat)
+    request = HarnessWishes(chosen.harness, *options)
+    return lambda model, name, folder: measured(model, name, request, folder / "harness", progress_bar)
 
 
 def wishes(chosen: argparse.Namespace) -> Wishes:
@@ -191,14 +191,14 @@ def wishes(chosen: argparse.Namespace) -> Wishes:
     from hybridtron.evaluate.suites import SUITES as KNOWN
 
     if chosen.tasks:
-        asked = dict(read_keys(chosen.tasks, KEYS[""], "--tasks"))
+        suite = dict(read_keys(chosen.tasks, KEYS[""], "--tasks"))
     else:
-        asked = dict(KNOWN[chosen.suite] if chosen.suite else {"instruments": list(INSTRUMENTS)})
-        asked["instrument_length"] = chosen.length
+        suite = dict(KNOWN[chosen.suite] if chosen.suite else {"instruments": list(INSTRUMENTS)})
+        suite["instrument_length"] = chosen.length
     if chosen.instruments is not None:
-        asked["instruments"] = list(dict.fromkeys(chosen.instruments))
-    given = (chosen.lengths, chosen.samples, chosen.batch, chosen.rows, chosen.data, chosen.seq_len)
-    return Wishes(asked, bool(chosen.suite), *given)
+        suite["instruments"] = list(dict.fromkeys(chosen.instruments))
+    overrides = (chosen.lengths, chosen.samples, chosen.batch, chosen.rows, chosen.data, chosen.seq_len)
+    return Wishes(suite, bool(chosen.suite), *overrides)
 
 
 def report(one: Evaluated, console: Console) -> None:
@@ -207,8 +207,8 @@ def report(one: Evaluated, console: Console) -> None:
 
     console.print(one.name)
     if one.tables:
-        read = next(line["text"] for line in reversed(one.lines) if line["task"] in one.tables)
-        console.print(f"trained on rows of {one.about['seq_len']} tokens; read: {read}")
+        data_read = next(line["text"] for line in reversed(one.lines) if line["task"] in one.tables)
+        console.print(f"trained on rows of {one.about['seq_len']} tokens; read: {data_read}")
     if attention := one.about["attention"]:
         console.print("attention: " + ", ".join(f"{kind} ({letter})" for letter, kind in attention.items()))
     for text in one.left_out:
@@ -218,13 +218,13 @@ def report(one: Evaluated, console: Console) -> None:
         for row in one.rows:
             table.add_row(row["task"], str(row["length"]), row["metric"], shown(row), str(row["n"]))
         console.print(table)
-    for found in one.tables.values():
-        table = titled(found.title, *found.header)
-        for cells in found.cells:
+    for result_table in one.tables.values():
+        table = titled(result_table.title, *result_table.header)
+        for cells in result_table.cells:
             table.add_row(*cells)
         console.print(table)
-        if found.note:
-            console.print(found.note)
+        if result_table.note:
+            console.print(result_table.note)
     unseen = "" if is_there("matplotlib") else f", without pictures: {missing('plot')}"
     console.print(f"\nwritten: {one.folder / 'index.html'}{unseen}")
 

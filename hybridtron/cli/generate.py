@@ -119,22 +119,22 @@ def chat(checkpoint: Path, parallel: ParallelConfig, texts: list[str], chosen: a
     before = [] if chosen.system is None else [{"role": "system", "content": chosen.system}]
     if not texts and launched().world_size > 1:
         raise Unusable("--chat reads lines on one process: with several, name what to answer as --prompt")
-    given = [[*before, user(text)] for text in texts]
-    prompts, ends, stops = _checked(template, given or [[*before, user("a question")]])
+    conversations = [[*before, user(text)] for text in texts]
+    prompts, ends, stops = _checked(template, conversations or [[*before, user("a question")]])
     with served(checkpoint, parallel) as model:
-        if given:
+        if conversations:
             print_continued(model, ToContinue(prompts, [""] * len(prompts), [model.end, *ends], stops), chosen)
             return 0
         conversation = before
         for line in _lines():
-            asked = [*conversation, user(line)]
+            messages = [*conversation, user(line)]
             try:
-                (prompt,), ends, stops = _checked(template, [asked])
+                (prompt,), ends, stops = _checked(template, [messages])
             except Unusable as error:  # skip this line and continue the conversation
                 print(error, file=sys.stderr)
                 continue
-            wanted = ToContinue([prompt], [""], [model.end, *ends], stops)
-            conversation = [*asked, assistant(print_continued(model, wanted, chosen)[0].text)]
+            request = ToContinue([prompt], [""], [model.end, *ends], stops)
+            conversation = [*messages, assistant(print_continued(model, request, chosen)[0].text)]
     return 0
 
 

@@ -33,8 +33,8 @@ def checkpoints_at(path: Path) -> list[Path]:
         raise Unusable(f"{path} is {kind}, not a run nor a checkpoint: {cure}")
     from hybridtron.checkpoint import folder  # imports torch, which a wrong path does without
 
-    if found := folder.all_of(path):
-        return found
+    if checkpoints := folder.all_of(path):
+        return checkpoints
     cure = "give a run's folder, which has checkpoints/step-..., or one of these"
     raise Unusable(f"{path} holds no checkpoint: {cure}. A run writes its first one after checkpoint.every steps.")
 
@@ -52,10 +52,10 @@ def require_folder(path: Path, use: str) -> None:
     parts = path.parts
     if len(parts) != 2 or path.is_absolute() or Path(parts[0]).exists() or parts[0].startswith("."):
         raise Unusable(f"{path} does not exist")
-    got = f"`hf download {path} --local-dir {parts[1]}` gets it"
+    cure = f"`hf download {path} --local-dir {parts[1]}` gets it"
     if use == "checkpoint":
-        got = f"{got}, and `hybridtron import {parts[1]} --output DIR` makes a checkpoint of it"
-    raise Unusable(f"{path} does not exist. Nothing is fetched from a hub; if it is a model's name there, {got}")
+        cure = f"{cure}, and `hybridtron import {parts[1]} --output DIR` makes a checkpoint of it"
+    raise Unusable(f"{path} does not exist. Nothing is fetched from a hub; if it is a model's name there, {cure}")
 
 
 def importable(path: Path) -> Path:
@@ -69,15 +69,15 @@ def importable(path: Path) -> Path:
 
 def newest_checkpoint(path: Path) -> Path:
     """Return the checkpoint at a path: the path itself, or a run's newest valid one. Raises Unusable."""
-    found = checkpoints_at(path)
-    if found == [path]:
+    checkpoints = checkpoints_at(path)
+    if checkpoints == [path]:
         return path
     from hybridtron.checkpoint.folder import newest
 
-    whole = newest(path)
-    if whole is None:
+    checkpoint = newest(path)
+    if checkpoint is None:
         raise Unusable(f"{path} holds no whole checkpoint; `hybridtron checkpoint verify {path}` says why")
-    return whole.folder
+    return checkpoint.folder
 
 
 def positive(text: str) -> int:

@@ -86,33 +86,36 @@ def dry_run(config: Config) -> int:
     from hybridtron.engine.dry_run import build_every_rank, faults  # imports torch, which nothing else here needs
 
     ranks = list(build_every_rank(config))
-    for built in ranks:
-        place = f"pipeline {built.pipeline_rank} tensor {built.tensor_rank}"
-        print(f"rank {built.rank} ({place}): {len(built.shapes)} weights, {built.parameters:,} parameters")
-    found = faults(config, ranks)
-    print("\n".join(found) or "the shards of all ranks add up to the model", file=sys.stderr if found else sys.stdout)
-    return 1 if found else 0
+    for rank in ranks:
+        place = f"pipeline {rank.pipeline_rank} tensor {rank.tensor_rank}"
+        print(f"rank {rank.rank} ({place}): {len(rank.shapes)} weights, {rank.parameters:,} parameters")
+    mismatches = faults(config, ranks)
+    print(
+        "\n".join(mismatches) or "the shards of all ranks add up to the model",
+        file=sys.stderr if mismatches else sys.stdout,
+    )
+    return 1 if mismatches else 0
 
 
 def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> dict[str, Any]:
     """Return all results as plain values. FLOPs are for the first phase's sequence length."""
-    counted, phases = count(config.model, config.phases[0].seq_len), resolve(config)
-    found = {
-        "parameters": counted.parameters,
-        "flops_per_token": counted.flops_per_token,
-        "forward_flops_by_part": counted.flops_by_part,
-        "seq_len": counted.seq_len,
+    model_count, phases = count(config.model, config.phases[0].seq_len), resolve(config)
+    results = {
+        "parameters": model_count.parameters,
+        "flops_per_token": model_count.flops_per_token,
+        "forward_flops_by_part": model_count.flops_by_part,
+        "seq_len": model_count.seq_len,
         "stages": [len(stage) for stage in stages_of(config)],
-        "layers": [{"index": index, **dataclasses.asdict(layer)} for index, layer in enumerate(counted.layers)],
+        "layers": [{"index": index, **dataclasses.asdict(layer)} for index, layer in enumerate(model_count.layers)],
         "phases": [_phase_json(phases, phase) for phase in phases],
     }
     if fitting is not None:
-        return found | {"fit": [_fitting_json(config, layout) for layout in fitting]}
+        return results | {"fit": [_fitting_json(config, layout) for layout in fitting]}
     phase = largest_phase(config)
-    made = plan(phase, gpus)
-    return found | {
-        "memory": {**_memory_json(made.fullest), "phase": phase.settings.name},
-        "plan": {**_plan_json(made), "imbalance": _imbalance(config)},
+    layout_plan = plan(phase, gpus)
+    return results | {
+        "memory": {**_memory_json(layout_plan.fullest), "phase": phase.settings.name},
+        "plan": {**_plan_json(layout_plan), "imbalance": _imbalance(config)},
     }
 
 
@@ -168,8 +171,8 @@ def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None)
     console.print(title, highlight=False, markup=False)
     tables = [_letter_table(counted), _flops_table(counted), phase_table(config), source_table(config)]
     if fitting is None:
-        made = plan(largest_phase(config), gpus)
-        tables += [_memory_table(config, made), *([_traffic_table(config, made)] if gpus > 1 else [])]
+        layout_plan = plan(largest_phase(config), gpus)
+        tables += [_memory_table(config, layout_plan), *([_traffic_table(config, layout_plan)] if gpus > 1 else [])]
     else:
         tables.append(_fit_table(config, gpus, fitting))
     for table in tables:
@@ -276,8 +279,8 @@ def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table
 def _left_out(config: Config, fitting: list[FittingLayout]) -> list[str]:
     """Explain why some layouts were not tried, or why none fits."""
     reasons = {tensor: "; ".join(uncuttable(config.model, tensor)) for tensor in TENSOR_SIZES}
-    found = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
-    return found if fitting else [*found, "nothing fits: use more devices, or a global batch that divides evenly"]
+    lines = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
+    return lines if fitting else [*lines, "nothing fits: use more devices, or a global batch that divides evenly"]
 
 
 def _gigabytes(amount: int) -> str:

@@ -27,19 +27,19 @@ OF_OPTIMIZERS = ("add_param_group", "state_dict", "load_state_dict", "zero_grad"
 
 def install() -> None:
     """Install the import hook for the first import of megatron-core. Does nothing if that is imported already."""
-    if LOOKED_FOR not in sys.modules and not any(isinstance(each, LeanFinder) for each in sys.meta_path):
+    if LOOKED_FOR not in sys.modules and not any(isinstance(finder, LeanFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, LeanFinder())
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Turn garbage collection off in the block; it is restored afterwards."""
-    collected = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collected:
+        if was_enabled:
             gc.enable()
 
 

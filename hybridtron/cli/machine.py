@@ -59,14 +59,14 @@ def _temp_line() -> Line:
 def _files_line() -> Line:
     import resource
 
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return Line("ok", "open files", "unlimited")
-    return _judged(files, LEAST_FILES, "open files", str(files), f"`ulimit -n {min(most, 65536)}` raises it")
+    return _judged(files, LEAST_FILES, "open files", str(files), f"`ulimit -n {min(hard_limit, 65536)}` raises it")
 
 
 def _judged(value: int, least: int, name: str, text: str, note: str) -> Line:
     if value >= least:
         return Line("ok", name, text, "" if name == "open files" else note)
-    wanted = least if least < GIB else f"{least / GIB:.0f} GiB"
-    return Line("warn", name, text, f"less than {wanted}; {note}")
+    minimum = least if least < GIB else f"{least / GIB:.0f} GiB"
+    return Line("warn", name, text, f"less than {minimum}; {note}")

@@ -79,10 +79,10 @@ def main(arguments: list[str]) -> int:
     lean_imports.install()
     if name == "train":  # other commands need only some packages: inspect and submit run without torch
         demand()
-    where, function = COMMANDS[name][0].split(":")
+    module_name, function = COMMANDS[name][0].split(":")
     try:
         with lean_imports.uncollected():
-            module = importlib.import_module(where if "." in where else f"hybridtron.cli.{where}")
+            module = importlib.import_module(module_name if "." in module_name else f"hybridtron.cli.{module_name}")
         code: int = getattr(module, function)(arguments[len(words) :])
     except ModuleNotFoundError:
         demand()  # ends the program with one line if the missing module is a requirement
@@ -107,9 +107,9 @@ def no_command(family: str, word: str | None) -> int:
         print(usage(family), file=sys.stderr)
         return 2
     prefix = f"{family} " if family else ""
-    known = [name.removeprefix(prefix) for name in COMMANDS if name.startswith(prefix)]
+    names = [name.removeprefix(prefix) for name in COMMANDS if name.startswith(prefix)]
     cure = f"run `hybridtron {prefix}--help` for a list"
-    print(f"hybridtron {prefix}has no command {word!r}{did_you_mean(word, known)}; {cure}", file=sys.stderr)
+    print(f"hybridtron {prefix}has no command {word!r}{did_you_mean(word, names)}; {cure}", file=sys.stderr)
     return 2
 
 

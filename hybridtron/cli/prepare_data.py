@@ -74,9 +74,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def _check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
     """End the process with exit code 2 if options contradict each other, or --tokenizer is missing."""
     if EMBEDDED in chosen.input:  # a folder with this name is written ./embedded
-        given = {key for key, value in vars(chosen).items() if value is not None} - EMBEDDED_TAKES
-        if len(chosen.input) > 1 or given:
-            named = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(given)) or "other inputs"
+        unsupported = {key for key, value in vars(chosen).items() if value is not None} - EMBEDDED_TAKES
+        if len(chosen.input) > 1 or unsupported:
+            named = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(unsupported)) or "other inputs"
             parser.error(f"--input embedded takes --output, --vocab-size, --packages and --workers only, not {named}")
         if chosen.vocab_size is None:
             parser.error("--input embedded needs --vocab-size, the model's: 2048 for a small one")
@@ -120,16 +120,16 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, WorkerEnded) else 2
     except OSError as error:
-        kept = f"; {chosen.output}.partial is kept, and the same command continues" if error.errno in FULL else ""
-        print(f"{in_words(error, chosen.output)}{kept}", file=sys.stderr)
+        note = f"; {chosen.output}.partial is kept, and the same command continues" if error.errno in FULL else ""
+        print(f"{in_words(error, chosen.output)}{note}", file=sys.stderr)
         return 2 if is_of_the_user(error) else 1
     except KeyboardInterrupt:
-        kept = (
+        note = (
             ""
             if chosen.vocab_size is not None
             else f"; {chosen.output}.partial is kept, and the same command continues"
         )
-        print(f"interrupted{kept}", file=sys.stderr)
+        print(f"interrupted{note}", file=sys.stderr)
         return 1
     show(folder)
     return 0
@@ -141,8 +141,8 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     from hybridtron.data.prepare.input_files import find
     from hybridtron.data.prepare.vocabulary import open_vocabulary
 
-    found = find(chosen.input)
-    report_skipped(found)
+    found_inputs = find(chosen.input)
+    report_skipped(found_inputs)
     vocabulary = open_vocabulary(chosen.tokenizer, chosen.eos, chosen.separator)
     from hybridtron.data.prepare.parts import FolderSettings
     from hybridtron.data.prepare.run import prepare
@@ -160,7 +160,7 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     max_bad = 0.001 if chosen.max_bad is None else chosen.max_bad
     workers = 1 if chosen.workers is None else chosen.workers
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker is one thread, even if it is this process
-    return prepare(found.inputs, chosen.output, vocabulary, settings, workers, max_bad)
+    return prepare(found_inputs.inputs, chosen.output, vocabulary, settings, workers, max_bad)
 
 
 def report_skipped(found: FoundInputs) -> None:

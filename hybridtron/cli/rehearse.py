@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
     ranks = rehearsal.different_ranks(phase, world) if chosen.rank == "all" else [int(chosen.rank)]
     try:
         process = rehearsal.RehearsalProcess(GPUS[chosen.gpu], packages)
-        found = [process.rehearse(phase, world, rank, not chosen.no_kernels) for rank in ranks]
+        rehearsals = [process.rehearse(phase, world, rank, not chosen.no_kernels) for rank in ranks]
     except GuardProblem as problem:
         print(f"nothing can be rehearsed here: {problem}", file=sys.stderr)
         return 1
@@ -101,13 +101,13 @@ def main(arguments: list[str]) -> int:
     if chosen.picture:
         from hybridtron.rehearse.picture import draw
 
-        draw(found, chosen.picture)
+        draw(rehearsals, chosen.picture)
     if chosen.budget:
-        return budget(config.run.name, chosen.settings, report.as_json(found[0]), chosen.budget == "write")
+        return budget(config.run.name, chosen.settings, report.as_json(rehearsals[0]), chosen.budget == "write")
     if chosen.json:
-        print(json.dumps([report.as_json(each) for each in found], indent=1))
+        print(json.dumps([report.as_json(rank_costs) for rank_costs in rehearsals], indent=1))
     else:
-        report.print_tables(found)
+        report.print_tables(rehearsals)
     return 0
 
 
@@ -115,17 +115,17 @@ def budget(name: str, settings: Sequence[str], found: dict[str, Any], writes: bo
     """Write the cost budget of a configuration, or print the costs that exceed it. Returns the exit code."""
     from hybridtron.rehearse import budget as budgets
 
-    own, path = budgets.budget_of(found), budgets.path_of(name)
+    costs, path = budgets.budget_of(found), budgets.path_of(name)
     if writes:
-        print(budgets.write(name, settings, own))
+        print(budgets.write(name, settings, costs))
         return 0
     if not path.exists():
         print(f"{path} does not exist: write it with --budget write", file=sys.stderr)
         return 1
-    held, most = budgets.read(path)
-    if sorted(held) != sorted(settings):
-        print(f"{path} is of {' '.join(held)}: ask for these, or give another run.name", file=sys.stderr)
+    budget_settings, limits = budgets.read(path)
+    if sorted(budget_settings) != sorted(settings):
+        print(f"{path} is of {' '.join(budget_settings)}: ask for these, or give another run.name", file=sys.stderr)
         return 2
-    lines = budgets.exceeded(own, most)
+    lines = budgets.exceeded(costs, limits)
     print("\n".join(lines) or f"{name} is within {path}")
     return 1 if lines else 0

@@ -127,21 +127,21 @@ def configs_of(sweep: Sweep, folder: Folder) -> dict[str, Config]:
 
     Runs that start from the weights of an unfinished run are left out.
     """
-    found = {}
+    configs = {}
     for run in sweep.runs:
         if run.start is None or folder.is_finished(run.start):
             try:
-                found[run.name] = load(folder.settings(run))
-                require(found[run.name])
+                configs[run.name] = load(folder.settings(run))
+                require(configs[run.name])
             except Unusable as error:
                 raise Unusable(f"{run.name}: {error}") from error
-    return found
+    return configs
 
 
 def _watched(sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int]) -> Iterator[EndedRun]:
     """Run the remaining runs behind a progress bar over the steps of all runs."""
-    most = max(steps.values())
-    whole = sum(steps[run.name] or most for run in sweep.runs)
+    longest = max(steps.values())
+    whole = sum(steps[run.name] or longest for run in sweep.runs)
     with progress_bar("steps") as moved:
         reached = {run.name: folder.step(run.name) for run in sweep.runs}
 
@@ -154,8 +154,8 @@ def _watched(sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int]) -> 
 
 def report(sweep: Sweep, folder: Folder, console: Console) -> None:
     """Print the table of results; write it, the numbers of each run, and the picture if matplotlib is installed."""
-    found = results.points(sweep, folder)
-    rows = [results.cells(sweep, point) for point in found]
+    points = results.points(sweep, folder)
+    rows = [results.cells(sweep, point) for point in points]
     header = results.header(sweep)
     table = Table(*header, box=None)
     for row in rows:
@@ -165,12 +165,12 @@ def report(sweep: Sweep, folder: Folder, console: Console) -> None:
     note = f"Mean ± standard error over `{SEED}`, where there are several." if SEED in sweep.axes else ""
     write_whole(folder.path / "table.md", "\n".join([f"# {folder.path.name}", "", *page, "", note]).strip() + "\n")
     write_whole(folder.path / "runs.jsonl", "".join(json.dumps(x) + "\n" for x in results.lines(sweep, folder)))
-    made = ["table.md", "runs.jsonl"]
-    shown = [point for point in found if sweep.metrics[0] in point.found]
+    file_names = ["table.md", "runs.jsonl"]
+    shown = [point for point in points if sweep.metrics[0] in point.found]
     if shown and is_there("matplotlib"):
         draw(sweep, shown, folder.path / "picture.png")
-        made.append("picture.png")
-    console.print(f"{folder.path}: {', '.join(made)}")
+        file_names.append("picture.png")
+    console.print(f"{folder.path}: {', '.join(file_names)}")
 
 
 def draw(sweep: Sweep, shown: Sequence[results.Point], output: Path) -> None:
@@ -209,8 +209,8 @@ def _curves(shown: Sequence[results.Point], along: str | None) -> dict[str, list
     """Group points into curves by label; with `along`, a curve's points are sorted by that key."""
     curves: dict[str, list[results.Point]] = {}
     for point in shown:
-        rest = [f"{key}={value}" for key, value in point.values.items() if key != along]
-        label = "" if along is None else " ".join([point.variant] * bool(point.variant) + rest)
+        settings = [f"{key}={value}" for key, value in point.values.items() if key != along]
+        label = "" if along is None else " ".join([point.variant] * bool(point.variant) + settings)
         curves.setdefault(label, []).append(point)
     if along is not None:
         sort: Callable[[results.Point], float] = lambda point: float(point.values[along])  # noqa: E731

@@ -112,10 +112,10 @@ def prepare_main(arguments: list[str]) -> int:
     from hybridtron.tasks.prepare import prepare
 
     tasks, output = _named_tasks(chosen.tasks), not_there_yet(chosen.output)
-    wanted = WrittenSet(tasks, tuple(chosen.length), chosen.validation, chosen.training, chosen.seed, ByteTokens())
+    request = WrittenSet(tasks, tuple(chosen.length), chosen.validation, chosen.training, chosen.seed, ByteTokens())
     try:
         with progress_bar(str(output)) as moved:
-            folder = prepare(wanted, output, moved)
+            folder = prepare(request, output, moved)
     except OSError as error:
         raise Unusable(in_words(error, chosen.output)) from error
     manifest = folder.manifest
@@ -126,7 +126,10 @@ def prepare_main(arguments: list[str]) -> int:
 
 def download_main(arguments: list[str]) -> int:
     """Run `tasks download`: fetch data sets and check their digests. Returns the exit code."""
-    listed = "\n".join(f"  {name:<10} {one.about}: {one.url}, {one.size:,} bytes" for name, one in PUBLISHED.items())
+    listed = "\n".join(
+        f"  {name:<10} {data_set.about}: {data_set.url}, {data_set.size:,} bytes"
+        for name, data_set in PUBLISHED.items()
+    )
     parser = argparse.ArgumentParser(
         prog="hybridtron tasks download",
         description=f"Fetch data sets of tasks; their digests are checked.\n\n{listed}",
@@ -153,9 +156,9 @@ def _write(chosen: argparse.Namespace) -> list[Path]:
     tasks = _named_tasks(chosen.tasks)
     tokenizer = open_tokens(chosen.tokenizer)
     output = not_there_yet(chosen.output)
-    wanted = WrittenSet(tasks, tuple(chosen.length), chosen.evaluation, chosen.training, chosen.seed, tokenizer)
+    request = WrittenSet(tasks, tuple(chosen.length), chosen.evaluation, chosen.training, chosen.seed, tokenizer)
     with progress_bar(str(output)) as moved:
-        return write(wanted, output, moved)
+        return write(request, output, moved)
 
 
 def _named_tasks(words: list[str]) -> tuple[Task, ...]:

@@ -1,4 +1,4 @@
-"""The registry of optimizers: the names that `optim.name` can have."""
+"""The registry of optimizers, by the names that `optim.name` accepts."""
 
 from hybridtron.optimizers.adamw import AdamW
 from hybridtron.optimizers.base import UpdateRule

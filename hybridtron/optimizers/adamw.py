@@ -3,8 +3,8 @@
     m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
     direction = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
-Runs take Megatron's optimizer, with the fused kernels of torch, Transformer Engine or apex. The formula here is for
-rules that use AdamW for some weights, and is tested to be the same.
+Runs with `optim.name=adamw` use Megatron's optimizer, which has the fused kernels of torch, Transformer Engine or apex.
+The formula here serves rules that use AdamW for some weights. Tests compare it with Megatron's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class AdamW(UpdateRule):
+    """AdamW with bias correction, as an update rule."""
+
     in_megatron = True
 
     def parts(self, name: str, weight: Parameter) -> dict[str, Parameter]:

@@ -1,13 +1,13 @@
-"""What an optimizer is: which state it keeps of each weight, and in which direction it moves it.
+"""The interface of an optimizer: the state it keeps for each weight, and the direction in which it moves the weight.
 
-The state is declared as parts like weights are (shape, cut over ranks), so that checkpoints hold it under any layout
-and the planner counts it before anything is built. Update rules use tensors' own methods alone: this folder imports no
-torch, and knows no process group.
+State parts are declared like weights (shape, cuts over ranks), so that checkpoints store them under any layout and the
+planner counts them before anything is built. Update rules call only the methods of tensors: this folder does not import
+torch, and does not handle process groups. `engine/update_rules.py` runs the rules inside Megatron's optimizers.
 
-A part with the shape of its weight is cut as the weight is, over tensor-parallel ranks and, by the distributed
-optimizer, over data-parallel ranks. A part of another shape is cut over tensor-parallel ranks as it declares, and held
-by every data-parallel rank. All parts are computed with in fp32, kept as `precision.moments`
-says, and start at zero.
+A part with the shape of its weight is cut like the weight over tensor-parallel ranks, and by the distributed optimizer
+over data-parallel ranks. A part of another shape is cut over tensor-parallel ranks as it declares, and every
+data-parallel rank holds a copy. All parts start at zero. Rules compute with them in fp32; they are stored in the dtype
+of `precision.moments`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What an update may know besides the weight: `optim.betas`, `optim.eps`, and the number of this step, from 1."""
+    """Settings of one update: `optim.betas`, `optim.eps`, and the step's number, counted from 1."""
 
     betas: tuple[float, float]
     eps: float
@@ -33,22 +33,24 @@ class UpdateSettings:
 
 
 class UpdateRule(ABC):
-    """An optimizer. The learning rate and the decoupled weight decay are applied outside of it:
+    """Base class of optimizers.
+
+    A rule returns a direction. Its caller applies the learning rate and the decoupled weight decay:
 
     weight <- (1 - lr weight_decay) weight - lr direction
     """
 
-    in_megatron: ClassVar[bool] = False  # Megatron's own optimizer takes the step (AdamW, fused where it can be)
+    in_megatron: ClassVar[bool] = False  # True if Megatron's own optimizer takes the step instead of `direction`
 
     @abstractmethod
     def parts(self, name: str, weight: Parameter) -> dict[str, Parameter]:
-        """The state that is kept of a weight, by names that checkpoints use."""
+        """Declare the state parts of a weight, by the names under which checkpoints store them."""
 
     def needs_whole(self, name: str, weight: Parameter) -> bool:
-        """Whether the direction is no function of each entry alone.
+        """Return True if the direction of an entry depends on other entries of the weight.
 
-        Then `direction` gets the whole gradient and whole parts on every rank, gathered for each step; else the entries
-        that this rank holds, flattened.
+        If True, every rank's `direction` gets the full gradient and full parts, which are gathered at each step. If
+        False, it gets only the entries of this rank's shard, flattened.
         """
         return False
 
@@ -56,14 +58,17 @@ class UpdateRule(ABC):
     def direction(
         self, name: str, weight: Parameter, gradient: Tensor, parts: dict[str, Tensor], settings: UpdateSettings
     ) -> Tensor:
-        """In which direction the weight moves; the parts are updated in place, the gradient stays as it is."""
+        """Return the direction of the update. Updates the parts in place and leaves the gradient unchanged."""
 
 
 def like(weight: Parameter) -> Parameter:
-    """A part with a value for each entry of its weight."""
+    """Declare a state part with a value for each entry of its weight."""
     return replace(weight, init=Constant(0.0), fp32=True, fp8=False)
 
 
 def per_row(weight: Parameter) -> Parameter:
-    """A part with a value for each row of a matrix: cut where the rows are, whole on every rank where columns are."""
+    """Declare a state part with a value for each row of a matrix.
+
+    Cuts along the rows apply to the part too. Ranks that cut the columns hold the full part.
+    """
     return replace(like(weight), shape=weight.shape[:1], cuts=tuple(cut for cut in weight.cuts if cut.axis == 0))

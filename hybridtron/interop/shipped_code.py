@@ -54,7 +54,11 @@ NEEDED_BESIDE = (
 """Definitions that the handwritten files import from the generated one, apart from mixers."""
 FOREIGN = {"torch", *sys.stdlib_module_names}
 VERSION = 2
-RELEASED = {"0.1.0": "893afca9a78c4ace42de9a048856fa4aa96e782037ae94a5caefb4ed08561fc4"}
+RELEASED = {
+    "0.1.0": "893afca9a78c4ace42de9a048856fa4aa96e782037ae94a5caefb4ed08561fc4",
+    "0.1.0.post1": "75c962f75679972ba493922445ee864094baebc226c3005412985990ff71d768",
+    "0.1.0.post2": "0d62405fa810b26585e5b0493147b8d93dd007ba5801c2e59c4c7c2c491fe1e3",
+}
 """Digests of the code that earlier versions shipped. The code of a folder with such a digest is trusted and run."""
 HEAD = f'''"""Every mixer with what it computes with, on torch alone: specs, modules and ops.
 

@@ -42,10 +42,10 @@ def ask(
     done = 0
     for cell, indices in missing.items():
         for first in range(0, len(indices), batch * model.replicas):
-            together = indices[first : first + batch * model.replicas]
-            own = together[model.replica * batch :][:batch]
-            records.add(everyone(model, answered(model, cell, own, tokens) if own else []))
-            done += cell.length * len(together)
+            turn_indices = indices[first : first + batch * model.replicas]
+            own_indices = turn_indices[model.replica * batch :][:batch]
+            records.add(everyone(model, answered(model, cell, own_indices, tokens) if own_indices else []))
+            done += cell.length * len(turn_indices)
             moved(done, total)
 
 
@@ -82,8 +82,8 @@ def generated(model: Served, samples: Sequence[Sample], tokens: TextTokens) -> l
 
 def line_of(cell: Cell, sample: Sample, text: TextOfRow) -> Line:
     """Score a generated answer and return its line for the records."""
-    scored = cell.task.score(sample, text.text)
-    line = _line(cell, sample, scored)
+    metrics = cell.task.score(sample, text.text)
+    line = _line(cell, sample, metrics)
     return line | {"asked": sample.prompt[-SHOWN:], "wanted": sample.answer, "written": text.text, "ended": text.ended}
 
 
@@ -92,27 +92,27 @@ def forced(model: Served, cell: Cell, task: TokenTask, samples: Sequence[Sample]
 
     Samples with equal length are read together.
     """
-    found: dict[int, Line] = {}
+    lines_by_index: dict[int, Line] = {}
     for length in dict.fromkeys(len(sample.tokens) for sample in samples):
-        together = [sample for sample in samples if len(sample.tokens) == length]
-        chunk = fitting_chunk(model.config.model, len(together), model.read.context.size)
-        predicted_BL = likeliest_tokens(model.read, torch.tensor([one.tokens for one in together]), chunk)
-        for sample, predicted in zip(together, predicted_BL.tolist(), strict=True):
-            found[sample.index] = forced_line(cell, task, sample, predicted)
-    return [found[sample.index] for sample in samples]
+        samples_of_length = [sample for sample in samples if len(sample.tokens) == length]
+        chunk = fitting_chunk(model.config.model, len(samples_of_length), model.read.context.size)
+        predicted_BL = likeliest_tokens(model.read, torch.tensor([row.tokens for row in samples_of_length]), chunk)
+        for sample, predicted in zip(samples_of_length, predicted_BL.tolist(), strict=True):
+            lines_by_index[sample.index] = forced_line(cell, task, sample, predicted)
+    return [lines_by_index[sample.index] for sample in samples]
 
 
 def forced_line(cell: Cell, task: TokenTask, sample: Sample, predicted: list[int]) -> Line:
     """Score teacher-forced predictions and return their line for the records."""
     line = _line(cell, sample, task.score_tokens(sample, predicted))
-    scored = [place for place, target in enumerate(sample.targets()) if task.is_scored(target)]
-    wanted = " ".join(str(sample.targets()[place]) for place in scored)
-    written = " ".join(str(predicted[place]) for place in scored)
+    scored_places = [place for place, target in enumerate(sample.targets()) if task.is_scored(target)]
+    wanted = " ".join(str(sample.targets()[place]) for place in scored_places)
+    written = " ".join(str(predicted[place]) for place in scored_places)
     return line | {"asked": sample.prompt[-SHOWN:], "wanted": wanted, "written": written, "ended": "forced"}
 
 
 def _line(cell: Cell, sample: Sample, metrics: dict[str, float]) -> Line:
     """Return a line's fields that do not depend on how it was scored."""
-    about: dict[str, Any] = {"key": cell.key(sample.index), "task": cell.label, "length": cell.length}
-    about |= {"seed": cell.seed, "index": sample.index, "prompt_tokens": len(sample.prompt_tokens), "metrics": metrics}
-    return about | ({"depth": sample.meta["depth"]} if "depth" in sample.meta else {})
+    fields: dict[str, Any] = {"key": cell.key(sample.index), "task": cell.label, "length": cell.length}
+    fields |= {"seed": cell.seed, "index": sample.index, "prompt_tokens": len(sample.prompt_tokens), "metrics": metrics}
+    return fields | ({"depth": sample.meta["depth"]} if "depth" in sample.meta else {})

@@ -30,14 +30,14 @@ class Chat:
 
     @staticmethod
     def of(folder: Path) -> Chat:
-        """Load both from a checkpoint. Raises Unusable if it has no template."""
+        """Load a checkpoint's chat template and tokenizer. Raises Unusable if it has no template."""
         checkpoint, _ = opened(folder)
-        if (stored := checkpoint.meta.data.get(CHAT)) is None:
+        if (stored_template := checkpoint.meta.data.get(CHAT)) is None:
             cure = "data that is prepared with --learn messages brings one, and so does an imported folder"
             raise Unusable(f"{folder} has no chat template: {cure}; without --chat a prompt is continued as plain text")
         tokenizer = tokenizer_of(checkpoint)
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-        return Chat(folder, replace(ChatTemplate.of_stored(stored), special=frozenset(special)), tokenizer)
+        return Chat(folder, replace(ChatTemplate.of_stored(stored_template), special=frozenset(special)), tokenizer)
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Return the tokens before the next answer, encoded as in prepared data.
@@ -53,13 +53,13 @@ class Chat:
     def ends(self, messages: list[Message]) -> tuple[list[int], list[str]]:
         """Return the tokens and the texts that end the next answer: one special token, one text, or neither."""
         try:
-            behind = self.template.behind_answer(messages).strip()
+            ending = self.template.behind_answer(messages).strip()
         except ValueError as error:
             raise Unusable(f"{self.folder}: {error}") from error
-        ids = self.tokenizer.encode(behind, add_special_tokens=False).ids
+        ids = self.tokenizer.encode(ending, add_special_tokens=False).ids
         if ids and self.tokenizer.id_to_token(ids[0]) in self.template.special:
             return ids[:1], []
-        return [], [behind] if behind else []
+        return [], [ending] if ending else []
 
 
 def user(text: str) -> Message:

@@ -72,16 +72,19 @@ class Looked(NamedTuple):
 
 def attention_entropy(inputs: AttentionInputs, first: int) -> Looked:
     """Compute attention's entropies for the chunk's queries from position `first` on."""
-    keys, (batch, length, heads, _) = with_memory(inputs), inputs.q_BLHK.shape
-    total = keys.keys_BSGK.shape[1]
-    found = []
-    for start, stop in _turns(first, length, batch * heads * total):
-        last = total - length + stop
-        begin = 0 if inputs.window is None else max(0, last - (stop - start) - inputs.window + 1)
-        visible = visible_keys(keys, begin, last, stop - start, inputs.window)
+    keys = with_memory(inputs)
+    batch, length, heads, _ = inputs.q_BLHK.shape
+    num_keys = keys.keys_BSGK.shape[1]
+    looked_by_turn = []
+    for start, stop in _turns(first, length, batch * heads * num_keys):
+        end_key = num_keys - length + stop
+        first_key = 0 if inputs.window is None else max(0, end_key - (stop - start) - inputs.window + 1)
+        visible = visible_keys(keys, first_key, end_key, stop - start, inputs.window)
         visible_BGAQS = visible[:, :, None] if visible.dim() == 4 else visible
-        found.append(_looked(inputs.q_BLHK[:, start:stop], keys.keys_BSGK[:, begin:last], visible_BGAQS))
-    return Looked(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))
+        looked_by_turn.append(
+            _looked(inputs.q_BLHK[:, start:stop], keys.keys_BSGK[:, first_key:end_key], visible_BGAQS)
+        )
+    return Looked(*(torch.cat(parts, dim=-1) for parts in zip(*looked_by_turn, strict=True)))
 
 
 def span_entropy(inputs: SpanInputs, first: int) -> Looked:
@@ -93,28 +96,28 @@ def span_entropy(inputs: SpanInputs, first: int) -> Looked:
     batch, length, heads, _ = q_BLHK.shape
     looked = Looked(*(q_BLHK.new_zeros(batch, heads, length, dtype=torch.float64) for _ in range(2)))
     for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
-        here = segment.keys(length, k_BSGK.shape[1])
-        k_RSGK = k_BSGK[segment.rows, here]
+        segment_keys = segment.keys(length, k_BSGK.shape[1])
+        k_RSGK = k_BSGK[segment.rows, segment_keys]
         places_S = torch.arange(k_RSGK.shape[1], device=k_RSGK.device)
-        scores = len(k_RSGK) * heads * len(places_S)
+        num_scores = len(k_RSGK) * heads * len(places_S)
         table = None if chosen_RGTC is None else chosen_table(chosen_RGTC, int(places_S[-1]) // cut.block + 1)
         for number, span in enumerate(chunk_spans(cut, segment, segment.kept - segment.start, len(places_S))):
-            for start, stop in _turns(max(first, span.queries.start), span.queries.stop, scores):
-                own_Q = torch.arange(start, stop, device=places_S.device) - segment.start + segment.kept
-                visible = ((places_S >= span.keys.start) & (places_S <= own_Q[:, None]))[None, None]
+            for start, stop in _turns(max(first, span.queries.start), span.queries.stop, num_scores):
+                places_Q = torch.arange(start, stop, device=places_S.device) - segment.start + segment.kept
+                visible = ((places_S >= span.keys.start) & (places_S <= places_Q[:, None]))[None, None]
                 if table is not None:
                     visible = visible | table[:, :, number, places_S // cut.block][:, :, None]
                 part = _looked(q_BLHK[segment.rows, start:stop], k_RSGK, visible[:, :, None])
-                for whole, values in zip(looked, part, strict=True):
-                    whole[segment.rows, :, start:stop] = values
-    return Looked(*(whole[..., first:] for whole in looked))
+                for full, values in zip(looked, part, strict=True):
+                    full[segment.rows, :, start:stop] = values
+    return Looked(*(full[..., first:] for full in looked))
 
 
 def _turns(first: int, length: int, scores: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of queries to process together; each query has `scores` scores over all rows and heads."""
-    size = max(1, SCORES // scores)
-    for start in range(first, length, size):
-        yield start, min(start + size, length)
+    num_queries = max(1, SCORES // scores)
+    for start in range(first, length, num_queries):
+        yield start, min(start + num_queries, length)
 
 
 def _looked(q_BQHK: Tensor, k_BSGK: Tensor, visible_BGAQS: Tensor) -> Looked:
@@ -122,8 +125,9 @@ def _looked(q_BQHK: Tensor, k_BSGK: Tensor, visible_BGAQS: Tensor) -> Looked:
     q_BQGAK = at_least_fp32(q_BQHK).unflatten(2, (k_BSGK.shape[2], -1))
     scores_BGAQS = torch.einsum("bqgak,bsgk->bgaqs", q_BQGAK, at_least_fp32(k_BSGK)) * q_BQHK.shape[-1] ** -0.5
     lse_BGAQ1 = scores_BGAQS.masked_fill(~visible_BGAQS, -torch.inf).logsumexp(-1, keepdim=True)
-    weights = torch.where(visible_BGAQS, (scores_BGAQS - lse_BGAQ1).exp(), 0.0)
-    entropy_BGAQ = (lse_BGAQ1[..., 0] - (weights * scores_BGAQS).sum(-1)).clamp_min(0)  # rounding may make it negative
+    weights_BGAQS = torch.where(visible_BGAQS, (scores_BGAQS - lse_BGAQ1).exp(), 0.0)
+    # clamped, because rounding may make it negative
+    entropy_BGAQ = (lse_BGAQ1[..., 0] - (weights_BGAQS * scores_BGAQS).sum(-1)).clamp_min(0)
     keys_BGAQ = visible_BGAQS.sum(-1).expand_as(entropy_BGAQ)
     return Looked(*(x.flatten(1, 2).double() for x in (entropy_BGAQ, keys_BGAQ)))
 
@@ -140,9 +144,9 @@ class Attending:
         """Add a chunk, or its sequence shard. Without `counts`, only update the number of tokens read."""
         length = inputs.q_BLHK.shape[1]
         if isinstance(inputs, SpanInputs):
-            seen = inputs.cut.segments[0].seen
-            if counts and seen + length > self.first:
-                self._add(inputs.cut.shift, span_entropy(inputs, max(0, self.first - seen)))
+            tokens_before = inputs.cut.segments[0].seen
+            if counts and tokens_before + length > self.first:
+                self._add(inputs.cut.shift, span_entropy(inputs, max(0, self.first - tokens_before)))
             return
         begin = self.read if share is None else self.read + share.first
         if counts and begin + length > self.first:
@@ -244,14 +248,16 @@ class Looking:
 
 def _means(seen: Mapping[int, Observed], context: ContextGroup) -> dict[int, Tensor]:
     """Sum over the ranks that share the rows, and return means by layer."""
-    named = {f"{layer} {name}": tensor for layer, one in seen.items() for name, tensor in one.tensors().items()}
+    tensors_by_name = {
+        f"{layer} {name}": tensor for layer, layer_sums in seen.items() for name, tensor in layer_sums.tensors().items()
+    }
     total: dict[int, dict[str, Tensor]] = {layer: {} for layer in seen}
-    for share in tensors_of_all_shares(named, context):
+    for share in tensors_of_all_shares(tensors_by_name, context):
         for key, tensor in share.items():
             layer, name = key.split()
-            of_layer = total[int(layer)]
-            of_layer[name] = of_layer[name] + tensor if name in of_layer else tensor
-    return {layer: one.with_tensors(total[layer]).means() for layer, one in seen.items()}
+            layer_total = total[int(layer)]
+            layer_total[name] = layer_total[name] + tensor if name in layer_total else tensor
+    return {layer: layer_sums.with_tensors(total[layer]).means() for layer, layer_sums in seen.items()}
 
 
 def entropies(

@@ -124,9 +124,9 @@ class HarnessModel(TemplateLM):
         return [(value, bool(greedy)) for value, greedy in self._results(wanted)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        windows = [list(self._windows(*one.args)) for one in requests]
-        found = iter(self._scored([window for of_text in windows for window in of_text]))
-        return [sum(next(found)[0] for _ in of_text) for of_text in windows]
+        windows = [list(self._windows(*request.args)) for request in requests]
+        scores = iter(self._scored([window for windows_of_text in windows for window in windows_of_text]))
+        return [sum(next(scores)[0] for _ in windows_of_text) for windows_of_text in windows]
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], int]]:
         """Yield windows that together score each token once.
@@ -139,15 +139,15 @@ class HarnessModel(TemplateLM):
             yield context + predicted, len(predicted)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        return self._results([self._wanted(*one.args) for one in requests])
+        return self._results([self._wanted(*request.args) for request in requests])
 
     def _wanted(self, prompt: str, settings: dict[str, Any]) -> Request:
         """Build a generation request from a prompt and the harness's settings."""
         settings = dict(normalize_gen_kwargs(settings))
-        drawn = settings["do_sample"]
+        is_sampled = settings["do_sample"]
         sampling = GREEDY
-        if drawn:
-            top_k, top_p = (settings.get(name) or usual for name, usual in (("top_k", 0), ("top_p", 1.0)))
+        if is_sampled:
+            top_k, top_p = (settings.get(name) or default for name, default in (("top_k", 0), ("top_p", 1.0)))
             sampling = Sampling(settings["temperature"], int(top_k), float(top_p), SEEDS[1])
         most = settings["max_gen_toks"]
         if most >= self.max_length:
@@ -168,36 +168,40 @@ class HarnessModel(TemplateLM):
         keys = list(_keys(requests))
         missing = [index for index, key in enumerate(keys) if key not in self.records]
         missing.sort(key=lambda index: (repr(requests[index].sampling), -len(requests[index].tokens), index))
-        done, size = 0, self.batch * self.model.replicas
+        done = 0
+        turn_size = self.batch * self.model.replicas
         for _, alike in itertools.groupby(missing, lambda index: requests[index].sampling):
-            of_group = list(alike)
-            for first in range(0, len(of_group), size):
-                together = of_group[first : first + size]
-                own = together[self.model.replica * self.batch :][: self.batch]
-                results = self._read([requests[index] for index in own], own) if own else []
-                lines = [{"key": keys[i], "index": i, "result": one} for i, one in zip(own, results, strict=True)]
+            group_indices = list(alike)
+            for first in range(0, len(group_indices), turn_size):
+                turn_indices = group_indices[first : first + turn_size]
+                own_indices = turn_indices[self.model.replica * self.batch :][: self.batch]
+                results = self._read([requests[index] for index in own_indices], own_indices) if own_indices else []
+                lines = [
+                    {"key": keys[i], "index": i, "result": result}
+                    for i, result in zip(own_indices, results, strict=True)
+                ]
                 self.records.add(everyone(self.model, lines))
-                self.moved(done := done + len(together), len(missing))
+                self.moved(done := done + len(turn_indices), len(missing))
         return [self.records.lines[key]["result"] for key in keys]
 
     def _read(self, requests: Sequence[Request], rows: Sequence[int]) -> Sequence[Any]:
         """Score or generate one batch."""
         if requests[0].scored:
-            return scored_rows(self.model, [(one.tokens, one.scored) for one in requests])
+            return scored_rows(self.model, [(request.tokens, request.scored) for request in requests])
         decode = self.model.tokenizer.decode
-        texts = [TextOfRow(decode, one.most, stops=one.stops, ends=[self.model.end]) for one in requests]
-        prompts = Prompts.of([one.tokens for one in requests], compute_device())
+        texts = [TextOfRow(decode, request.most, stops=request.stops, ends=[self.model.end]) for request in requests]
+        prompts = Prompts.of([request.tokens for request in requests], compute_device())
         write(texts, continued(self.model.read, prompts, requests[0].sampling, rows), lambda row, new: None)
         return [text.text for text in texts]
 
 
 def _keys(requests: Sequence[Request]) -> Iterator[str]:
     """Yield a key for each request. Equal requests, such as repeated draws, are numbered."""
-    seen: Counter[str] = Counter()
-    for one in requests:
-        digest = hashlib.blake2b(repr(one).encode(), digest_size=16).hexdigest()
-        seen[digest] += 1
-        yield f"{digest}/{seen[digest]}"
+    counts: Counter[str] = Counter()
+    for request in requests:
+        digest = hashlib.blake2b(repr(request).encode(), digest_size=16).hexdigest()
+        counts[digest] += 1
+        yield f"{digest}/{counts[digest]}"
 
 
 def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskManager:
@@ -207,7 +211,7 @@ def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskMana
     """
     if include is not None and not include.is_dir():
         raise Unusable(f"--include: there is no folder {include}")
-    names = [one.name for one in wanted]
+    names = [task.name for task in wanted]
     manager = _manager(include, include_defaults=False)
     if any(name not in OWN_TASKS and name not in manager.all_tasks for name in names):
         manager = _manager(include, include_defaults=True)
@@ -226,24 +230,26 @@ def _manager(include: Path | None, include_defaults: bool) -> TaskManager:
 def loaded(task: HarnessTask, manager: TaskManager, run_code: bool) -> Loaded | str:
     """Load a task with its documents and settings; return the reason as a text if it can't be asked."""
     config = OWN_TASKS.get(task.name)
-    about = config or manager.task_index[task.name].cfg or {}
-    if about.get("unsafe_code") and not run_code:
+    task_config = config or manager.task_index[task.name].cfg or {}
+    if task_config.get("unsafe_code") and not run_code:
         return "runs code that the model writes: --run-code allows it, best on a machine with nothing else on it"
     if run_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by the package that runs the code
     try:
-        found: Loaded = dict(manager.load([dict(config) if config else task.name]))
+        loaded_tasks: Loaded = dict(manager.load([dict(config) if config else task.name]))
     except Exception as error:  # data sets, networks and a task's own code may raise anything
-        path = about.get("dataset_path")
-        why = f"{error or type(error).__name__}".splitlines()[0]
-        return f"its data set {path} is missing: {why}" if path and path not in why else why
-    for one in found["tasks"].values():
-        if task.shots is not None or one.get_config("num_fewshot") is None:
-            one.set_config("num_fewshot", task.shots or 0)
+        path = task_config.get("dataset_path")
+        reason = f"{error or type(error).__name__}".splitlines()[0]
+        return f"its data set {path} is missing: {reason}" if path and path not in reason else reason
+    for harness_task in loaded_tasks["tasks"].values():
+        if task.shots is not None or harness_task.get_config("num_fewshot") is None:
+            harness_task.set_config("num_fewshot", task.shots or 0)
         if task.generation:
-            one.set_config("generation_kwargs", {**(one.get_config("generation_kwargs") or {}), **task.generation})
-        one.set_fewshot_seed(SEEDS[1])
-    return found
+            harness_task.set_config(
+                "generation_kwargs", {**(harness_task.get_config("generation_kwargs") or {}), **task.generation}
+            )
+        harness_task.set_fewshot_seed(SEEDS[1])
+    return loaded_tasks
 
 
 def asked(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | None, run_code: bool) -> dict[str, Any]:
@@ -251,7 +257,7 @@ def asked(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | None, r
     os.environ["DISABLE_MULTIPROC"] = "1"  # standard errors without worker processes: this process runs torch
     random.seed(SEEDS[0])
     np.random.seed(SEEDS[1])
-    found = evaluate(
+    results = evaluate(
         model,
         tasks,
         limit=samples,
@@ -260,5 +266,5 @@ def asked(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | None, r
         fewshot_as_multiturn=chat,
         confirm_run_unsafe_code=run_code,
     )
-    assert found is not None  # None is for ranks above 0, but to the harness each is rank 0
-    return dict(found)
+    assert results is not None  # None is for ranks above 0, but to the harness each is rank 0
+    return dict(results)

@@ -55,9 +55,9 @@ def wanted_tasks(names: Sequence[str], chat: bool = False) -> list[HarnessTask]:
 
     A task may be in the list twice: in a chat and as plain text.
     """
-    of_names = (HARNESS_GROUPS.get(name, (HarnessTask(name),)) for name in names)
-    found = (replace(one, chat=chat or one.chat) for one in chain.from_iterable(of_names))
-    return list({(one.name, one.chat): one for one in found}.values())
+    groups = (HARNESS_GROUPS.get(name, (HarnessTask(name),)) for name in names)
+    tasks = (replace(task, chat=chat or task.chat) for task in chain.from_iterable(groups))
+    return list({(task.name, task.chat): task for task in tasks}.values())
 
 
 def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar: Bar) -> Evaluated:
@@ -69,8 +69,8 @@ def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar:
     manager = known_tasks(tasks, wishes.include)
     checkpoint = Checkpoint.open(model.folder)
     chat = chat_template(checkpoint, [task.name for task in tasks if task.chat])
-    found = [(task, loaded(task, manager, wishes.run_code)) for task in tasks]
-    left_out = [f"{task.name}: {reason}" for task, reason in found if isinstance(reason, str)]
+    task_contents = [(task, loaded(task, manager, wishes.run_code)) for task in tasks]
+    left_out = [f"{task.name}: {reason}" for task, reason in task_contents if isinstance(reason, str)]
     if len(left_out) == len(tasks):
         raise Unusable("\n".join([*left_out, "nothing remains; `--harness tiny` needs no data set"]))
     max_length = wishes.max_length or longest_row(checkpoint)
@@ -78,7 +78,7 @@ def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar:
     header = about(model, tokens, max_length) | {"lm-eval": VERSION}
     lm = HarnessModel(model, opened(model, output, header), wishes.batch, max_length, chat)
     rows, lines = [], []
-    for task, content in found:
+    for task, content in task_contents:
         if isinstance(content, str):
             continue
         lm.cut = lm.without_system = 0
@@ -91,11 +91,11 @@ def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar:
             left_out.append(f"{task.name}: {lm.cut} of its prompts and texts were {cure}")
         if lm.without_system:
             left_out.append(f"{task.name}: the system prompts of its chats, as the chat template takes none")
-    one = Evaluated(name, output, header, rows, lines, left_out)
+    evaluated = Evaluated(name, output, header, rows, lines, left_out)
     if model.first:
         write_whole(output / "results.json", json.dumps({"rows": rows, "left_out": left_out}, indent=1) + "\n")
-        write_whole(output / "index.html", page(name, [one]))
-    return one
+        write_whole(output / "index.html", page(name, [evaluated]))
+    return evaluated
 
 
 def chat_template(checkpoint: Checkpoint, needed_by: Sequence[str]) -> ChatTemplate | None:
@@ -112,17 +112,17 @@ def chat_template(checkpoint: Checkpoint, needed_by: Sequence[str]) -> ChatTempl
 def rows_of_results(results: Mapping[str, Any], chat: bool) -> Iterator[Row]:
     """Yield a row for each metric that the harness reports for a task or group."""
     subtasks = results.get("group_subtasks", {})
-    for task, of_task in {**results["results"], **results.get("groups", {})}.items():
-        members = [one for one in subtasks.get(task, [task]) if one in results["n-samples"]]
-        count = sum(results["n-samples"][one]["effective"] for one in members)
-        for key, value in of_task.items():
-            metric, _, filtered = key.partition(",")
-            if filtered and not metric.endswith("_stderr"):
-                error = of_task.get(f"{metric}_stderr,{filtered}")
+    for task, task_results in {**results["results"], **results.get("groups", {})}.items():
+        members = [member for member in subtasks.get(task, [task]) if member in results["n-samples"]]
+        count = sum(results["n-samples"][member]["effective"] for member in members)
+        for key, value in task_results.items():
+            metric, _, filter_name = key.partition(",")
+            if filter_name and not metric.endswith("_stderr"):
+                error = task_results.get(f"{metric}_stderr,{filter_name}")
                 yield {
                     "task": task,
                     "length": _examples(results, task, chat),
-                    "metric": metric if filtered == "none" else f"{metric} ({filtered})",
+                    "metric": metric if filter_name == "none" else f"{metric} ({filter_name})",
                     "value": float(value),
                     "standard_error": float(error) if isinstance(error, float | int) else None,
                     "n": count,
@@ -137,14 +137,14 @@ def _examples(results: Mapping[str, Any], task: str, chat: bool) -> str:
 def lines_of_samples(results: Mapping[str, Any], chat: bool) -> Iterator[Line]:
     """Yield the fields that the page shows for each answer."""
     for task, samples in results.get("samples", {}).items():
-        for one in samples:
-            metrics = {name: one[name] for name in one["metrics"] if isinstance(one[name], float | int)}
+        for sample in samples:
+            metrics = {name: sample[name] for name in sample["metrics"] if isinstance(sample[name], float | int)}
             if metrics:
                 yield {
                     "task": task,
                     "length": _examples(results, task, chat),
                     "metrics": metrics,
-                    "asked": str(one["arguments"][0][0])[-SHOWN:],
-                    "wanted": str(one["target"]),
-                    "written": ", ".join(map(str, one["filtered_resps"]))[:SHOWN],
+                    "asked": str(sample["arguments"][0][0])[-SHOWN:],
+                    "wanted": str(sample["target"]),
+                    "written": ", ".join(map(str, sample["filtered_resps"]))[:SHOWN],
                 }

@@ -82,7 +82,9 @@ def rouge_l(document: Document, results: Sequence[str]) -> dict[str, float]:
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    return {"rouge_l": max(scorer.score(one, results[0])["rougeL"].fmeasure for one in document["references"])}
+    return {
+        "rouge_l": max(scorer.score(reference, results[0])["rougeL"].fmeasure for reference in document["references"])
+    }
 
 
 def answer_f1(document: Document, results: Sequence[str]) -> dict[str, float]:
@@ -92,7 +94,7 @@ def answer_f1(document: Document, results: Sequence[str]) -> dict[str, float]:
 
 def with_references(reports: Iterable[Document]) -> Dataset:
     """Add each report's summary as its only reference."""
-    return _dataset([{**one, "references": [one["summary"]]} for one in reports])
+    return _dataset([{**report, "references": [report["summary"]]} for report in reports])
 
 
 def questions_of_stories(stories: Iterable[Document]) -> Dataset:
@@ -115,12 +117,12 @@ def questions_of_papers(lines: Iterable[Document]) -> Dataset:
 
     A line's `input` is the question, an empty line, and the text.
     """
-    found: dict[str, dict[str, Any]] = {}
+    documents: dict[str, dict[str, Any]] = {}
     for line in lines:
         question, _, text = line["input"].partition("\n\n")
-        one = found.setdefault(line["id"], {"question": question, "document": text, "references": []})
-        one["references"].append(line["output"])
-    return _dataset(list(found.values()))
+        document = documents.setdefault(line["id"], {"question": question, "document": text, "references": []})
+        document["references"].append(line["output"])
+    return _dataset(list(documents.values()))
 
 
 def _dataset(documents: list[dict[str, Any]]) -> Dataset:

@@ -40,9 +40,9 @@ def trained_model(checkpoint: Path, seq_len: int | None) -> tuple[LanguageModel,
 
     The configuration has the data from the phase in which the checkpoint was written.
     """
-    found, config = opened(checkpoint)
-    config, seq_len = as_trained(checkpoint, config, found.meta.step, seq_len)
-    return whole_model(found, config), config, seq_len
+    stored_checkpoint, config = opened(checkpoint)
+    config, seq_len = as_trained(checkpoint, config, stored_checkpoint.meta.step, seq_len)
+    return whole_model(stored_checkpoint, config), config, seq_len
 
 
 def as_trained(checkpoint: Path, config: Config, step: int, seq_len: int | None) -> tuple[Config, int]:
@@ -51,7 +51,7 @@ def as_trained(checkpoint: Path, config: Config, step: int, seq_len: int | None)
     `seq_len` overrides the row length. Raises Unusable for an imported checkpoint if it is None.
     """
     if phases := resolve(config):
-        phase = next((one for one in phases if step <= one.end_step), phases[-1])
+        phase = next((candidate for candidate in phases if step <= candidate.end_step), phases[-1])
         return replace(config, data=phase.data), seq_len or phase.settings.seq_len
     if seq_len is None:
         raise Unusable(f"{checkpoint} was imported and does not say how it was trained: give --seq-len, and --data")
@@ -73,11 +73,13 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
     try:
         sources = open_sources(data, path)
         tokenizer = digest_of((checkpoint / "tokenizer.json").read_bytes())
-        if other := [one.folder for one in sources.mixture if one.folder.manifest.tokenizer != tokenizer]:
-            raise FolderError(other[0].name, f"was made with another tokenizer than {checkpoint} holds")
+        if other_folders := [
+            source.folder for source in sources.mixture if source.folder.manifest.tokenizer != tokenizer
+        ]:
+            raise FolderError(other_folders[0].name, f"was made with another tokenizer than {checkpoint} holds")
         stores = sources.stores("validation")
-        chosen, described = choose_rows(stores, length, rows)
-        tokens_BT = gather(stores, chosen, sources.dtype, joined=True).tokens_BT
+        chosen_rows, described = choose_rows(stores, length, rows)
+        tokens_BT = gather(stores, chosen_rows, sources.dtype, joined=True).tokens_BT
     except (FolderError, DataError) as error:
         cure = "--data PATH names other prepared tokens" if path else "--data PATH says where the run's data is now"
         raise Unusable(f"{error}; {cure}") from error
@@ -107,7 +109,7 @@ def open_sources(data: DataConfig, path: str | None) -> Sources:
         return Sources(mixture_of(data, lambda name: open_folder(name, cache)), cache)
     folder = open_folder(path, cache)
     held_out = folder.manifest.splits["validation"].items()
-    return Sources([MixtureSource(name, folder, name, float(one.tokens)) for name, one in held_out], cache)
+    return Sources([MixtureSource(name, folder, name, float(split.tokens)) for name, split in held_out], cache)
 
 
 def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tuple[list[RowSpans], str]:
@@ -120,15 +122,18 @@ def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tupl
 
     from hybridtron.data.order.stream import DocumentStream, RowSpans, Span
 
-    long = [np.flatnonzero(store.lengths > length)[:rows].tolist() for store in stores]
-    found = [[[Span(document, 0, length + 1)] for document in of_source] for of_source in long]
+    long_documents = [np.flatnonzero(store.lengths > length)[:rows].tolist() for store in stores]
+    spans_of_sources = [[[Span(document, 0, length + 1)] for document in documents] for documents in long_documents]
     kind = f"long documents of the validation split, the first {length} tokens of each"
-    if not any(found):
+    if not any(spans_of_sources):
         kind = f"rows of {length} tokens, from the validation split packed end to end: none of its documents is as long"
         streams = [DocumentStream(store) for store in stores]
         starts = range(0, rows * (length + 1), length + 1)
-        found = [[one.spans(at, length + 1) for at in starts if at + length < one.tokens_per_epoch] for one in streams]
-    turns = itertools.chain.from_iterable(map(enumerate, itertools.zip_longest(*found)))
+        spans_of_sources = [
+            [stream.spans(start, length + 1) for start in starts if start + length < stream.tokens_per_epoch]
+            for stream in streams
+        ]
+    turns = itertools.chain.from_iterable(map(enumerate, itertools.zip_longest(*spans_of_sources)))
     chosen = [RowSpans([(source, span) for span in spans], 0) for source, spans in turns if spans is not None][:rows]
     if not chosen:
         most = max((int(store.shard_tokens.sum()) for store in stores), default=0)

@@ -46,8 +46,8 @@ class InTraining:
 
     def _suite(self, seq_len: int) -> Suite:
         """Build the suite for a training length, without instruments."""
-        asked = {key: value for key, value in named_or_file(self.name).items() if not key.startswith("instrument")}
-        return suite_of(asked, seq_len, samples=self.samples)
+        definition = {key: value for key, value in named_or_file(self.name).items() if not key.startswith("instrument")}
+        return suite_of(definition, seq_len, samples=self.samples)
 
     def begin(self, phase: ResolvedPhase, sources: Sources) -> list[str]:
         """Prepare the evaluation for a phase: make trial samples and read the rows.
@@ -58,11 +58,12 @@ class InTraining:
         return with_error(self._open)
 
     def _open(self) -> list[str]:
-        seq_len, size = self.phase.settings.seq_len, self.phase.model.vocab_size
+        seq_len = self.phase.settings.seq_len
+        vocab_size = self.phase.model.vocab_size
         self.tokens = open_tokens(str(self.folder))
-        self.suite = fitting(self._suite(seq_len), self.tokens, size, lenient=self.name in SUITES)
-        where = partial(perplexity.rows_of, self.folder, self.phase.data, seq_len=seq_len, path=None)
-        self.texts = [(one, *where(one)) for one in self.suite.perplexities]
+        self.suite = fitting(self._suite(seq_len), self.tokens, vocab_size, lenient=self.name in SUITES)
+        read_rows = partial(perplexity.rows_of, self.folder, self.phase.data, seq_len=seq_len, path=None)
+        self.texts = [(wanted, *read_rows(wanted)) for wanted in self.suite.perplexities]
         return self.suite.left_out
 
     def measure(self, engine: Engine, step: int, beat: Callable[[str], None]) -> dict[str, float]:
@@ -70,15 +71,17 @@ class InTraining:
 
         `beat` is called with a progress message, which keeps the watchdog from ending the run.
         """
-        groups, config = engine.groups, replace(engine.config, data=self.phase.data)
+        groups = engine.groups
+        config = replace(engine.config, data=self.phase.data)
         tokenizer = read_tokenizer((self.folder / "tokenizer.json").read_bytes())
         place = (groups.data_rank, groups.data_size, groups.is_first, groups.world_size == 1)
         model = Served(self.folder, config, step, tokenizer, self.eos, engine.reader(), *place)
-        found, moved = Lines(), partial(_beat, beat, step)
-        ask(model, self.suite.cells, self.tokens, found, BATCH, moved)
-        for one, rows_BT, described in self.texts:
-            perplexity.measure(model, one, rows_BT, described, found, BATCH, moved)
-        rows = rows_of(found.lines.values(), {})
+        lines = Lines()
+        moved = partial(_beat, beat, step)
+        ask(model, self.suite.cells, self.tokens, lines, BATCH, moved)
+        for wanted, rows_BT, described in self.texts:
+            perplexity.measure(model, wanted, rows_BT, described, lines, BATCH, moved)
+        rows = rows_of(lines.lines.values(), {})
         return {f"{row['task']}/{row['length']}/{row['metric']}": row["value"] for row in rows}
 
 

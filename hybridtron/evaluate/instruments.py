@@ -69,8 +69,8 @@ def positions(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
     from hybridtron.evaluate.length import position_losses
     from hybridtron.evaluate.within import losses_within, short_rows
 
-    again = sum(row.end - row.start for row in short_rows(text.length, text.seq_len))
-    advanced = advance(moved, text.length + again)
+    tokens_again = sum(row.end - row.start for row in short_rows(text.length, text.seq_len))
+    advanced = advance(moved, text.length + tokens_again)
     losses_L = position_losses(model, text.tokens_BT, piece, advanced)
     within_L = losses_within(model, text.tokens_BT, text.seq_len, piece, advanced)
     columns = zip(losses_L.tolist(), losses_L.exp().tolist(), within_L.tolist(), strict=True)
@@ -83,14 +83,19 @@ def positions(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
 def positions_table(lines: Lines, seq_len: int) -> InstrumentTable:
     """Show perplexity by doublings of the training length."""
     cells = [
-        (f"{one.first} to {one.last}", f"to {one.last / seq_len:.3g}x", f"{one.perplexity:.4g}", f"{one.within:.4g}")
-        for one in rises(lines, seq_len)
+        (
+            f"{rise.first} to {rise.last}",
+            f"to {rise.last / seq_len:.3g}x",
+            f"{rise.perplexity:.4g}",
+            f"{rise.within:.4g}",
+        )
+        for rise in rises(lines, seq_len)
     ]
     note = ""
-    if found := verdict(lines, seq_len):
-        says = "generalizes to this length" if found.holds else "does not generalize to this length"
-        most = f"at most {found.most:.4g} times the perplexity of the same tokens within the training length"
-        note = f"{says}: {most} (tolerance {TOLERANCE:.0%})"
+    if decision := verdict(lines, seq_len):
+        claim = "generalizes to this length" if decision.holds else "does not generalize to this length"
+        most = f"at most {decision.most:.4g} times the perplexity of the same tokens within the training length"
+        note = f"{claim}: {most} (tolerance {TOLERANCE:.0%})"
     header = ("tokens before", "of the training length", "perplexity", "same tokens within it")
     return InstrumentTable("positions: perplexity by the number of tokens before", header, cells, note)
 
@@ -113,8 +118,8 @@ def rises(lines: Lines, seq_len: int) -> list[Rise]:
     losses_L, within_L = (
         torch.tensor([line[key] for line in lines], dtype=torch.float64) for key in ("loss", "loss_within")
     )
-    both = zip(perplexity_bins(losses_L, seq_len), perplexity_bins(within_L, seq_len), strict=True)
-    return [Rise(*one, within.perplexity) for one, within in both]
+    bin_pairs = zip(perplexity_bins(losses_L, seq_len), perplexity_bins(within_L, seq_len), strict=True)
+    return [Rise(*full_bin, within_bin.perplexity) for full_bin, within_bin in bin_pairs]
 
 
 class Verdict(NamedTuple):
@@ -135,7 +140,7 @@ def verdict(lines: Lines, seq_len: int) -> Verdict | None:
     difficulty. Returns None if no position is beyond the training length.
     """
     beyond = rises(lines, seq_len)[1:] if len(lines) > seq_len else []
-    return Verdict(max(one.perplexity / one.within for one in beyond)) if beyond else None
+    return Verdict(max(rise.perplexity / rise.within for rise in beyond)) if beyond else None
 
 
 def remembrance(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
@@ -145,7 +150,7 @@ def remembrance(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
     ts = remembrance_points(text.length)
     advanced = advance(moved, text.length + sum(text.length - t for t in ts if t))
     measured = effective_remembrance(model, text.tokens_BT[:, :-1], ts, piece, advanced)
-    return [{"length": text.length, **one._asdict()} for one in measured]
+    return [{"length": text.length, **measurement._asdict()} for measurement in measured]
 
 
 def remembrance_table(lines: Lines, seq_len: int) -> InstrumentTable:
@@ -165,21 +170,25 @@ def states(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
 
     every = max(1, text.length // STATE_POSITIONS)
     measured = state_deviation(model, text.tokens_BT[:, :-1], every, piece, advance(moved, text.length))
-    return [{**one._asdict(), "overall": one.overall} for one in measured]
+    return [{**deviation._asdict(), "overall": deviation.overall} for deviation in measured]
 
 
 def states_table(lines: Lines, seq_len: int) -> InstrumentTable:
     """Compare deviations at the end with those near the training length."""
     cells = []
     for layer in dict.fromkeys(line["layer"] for line in lines):
-        of_layer = [line for line in lines if line["layer"] == layer]
-        before = min(of_layer, key=lambda line: abs(line["position"] - seq_len))
-        after = of_layer[-1]
-        both = zip(before["deviations"], after["deviations"], strict=True)
-        heads = [late / max(early, 1e-30) for early, late in both]
-        at = [str(value) for line in (before, after) for value in (line["position"], f"{line['overall']:.4g}")]
-        grown = f"x {after['overall'] / max(before['overall'], 1e-30):.3g}"
-        cells.append((str(layer), *at, grown, f"x {max(heads):.3g}" if len(heads) > 1 else "-"))
+        layer_lines = [line for line in lines if line["layer"] == layer]
+        before = min(layer_lines, key=lambda line: abs(line["position"] - seq_len))
+        after = layer_lines[-1]
+        deviation_pairs = zip(before["deviations"], after["deviations"], strict=True)
+        growth_by_head = [late / max(early, 1e-30) for early, late in deviation_pairs]
+        both_positions = [
+            str(value) for line in (before, after) for value in (line["position"], f"{line['overall']:.4g}")
+        ]
+        growth = f"x {after['overall'] / max(before['overall'], 1e-30):.3g}"
+        cells.append(
+            (str(layer), *both_positions, growth, f"x {max(growth_by_head):.3g}" if len(growth_by_head) > 1 else "-")
+        )
     title = "states: standard deviation of each layer's recurrent state, near the training length and at the end"
     header = ("layer", "position", "deviation", "position", "deviation", "grows by", "largest of a head")
     return InstrumentTable(title, header, cells)
@@ -190,7 +199,7 @@ def entropy(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
     from hybridtron.evaluate.entropy import entropies
 
     measured = entropies(model, text.tokens_BT[:, :-1], piece, advance(moved, text.length))
-    return [{"length": text.length, **one._asdict()} for one in measured]
+    return [{"length": text.length, **layer_entropy._asdict()} for layer_entropy in measured]
 
 
 def entropy_table(lines: Lines, seq_len: int) -> InstrumentTable:

@@ -74,7 +74,7 @@ class Deviation(NamedTuple):
     @property
     def overall(self) -> float:
         """One number for all heads: the root of their mean variance, each about the head's own mean."""
-        return math.sqrt(sum(one * one for one in self.deviations) / len(self.deviations))
+        return math.sqrt(sum(deviation * deviation for deviation in self.deviations) / len(self.deviations))
 
 
 def unheard(_: int) -> None:
@@ -96,8 +96,9 @@ def of_labels(
     model: Reader, tokens_BT: Tensor, chunk: int, make: OfLabels, each: tuple[int, ...], advance: Advance = unheard
 ) -> Tensor:
     """Apply `make` to every token after the first; results with shape `each` are stacked: (L, B, ...), float64, CPU."""
-    labels_LB, dtype = tokens_BT[:, 1:].T, torch.promote_types(model.dtype, torch.float32)
-    found = []
+    labels_LB = tokens_BT[:, 1:].T
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    chunk_results = []
 
     def wanted(start: int, end: int) -> Finish:
         return of_these(labels_LB[start:end].to(model.device))
@@ -107,10 +108,10 @@ def of_labels(
         return Finish(partial(make, labels_CB), shape, dtype, lambda here: of_these(labels_CB[here]))
 
     def see(end: int, made_CB: Tensor, states: States) -> None:
-        found.append(made_CB.double().cpu())
+        chunk_results.append(made_CB.double().cpu())
 
     read_chunks(model, tokens_BT[:, :-1], chunk_ends(chunk, len(labels_LB)), wanted, see, advance)
-    return torch.cat(found)
+    return torch.cat(chunk_results)
 
 
 def label_losses(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def label_losses(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tens
 @torch.no_grad()
 def likeliest_tokens(model: Reader, tokens_BL: Tensor, chunk: int) -> Tensor:
     """Return the likeliest next token after each token, given all before it: (B, L) on the CPU."""
-    found = []
+    chunk_tokens = []
 
     def wanted(start: int, end: int) -> Finish:
         return of_these(range(end - start))
@@ -132,10 +133,10 @@ def likeliest_tokens(model: Reader, tokens_BL: Tensor, chunk: int) -> Tensor:
         return Finish(_likeliest, shape, torch.int64, lambda here: of_these(places[here]))
 
     def see(start: int, tokens_CB: Tensor, states: States) -> None:
-        found.append(tokens_CB.T.cpu())
+        chunk_tokens.append(tokens_CB.T.cpu())
 
     read_chunks(model, tokens_BL, chunk_ends(chunk, tokens_BL.shape[1]), wanted, see, unheard)
-    return torch.cat(found, dim=1)
+    return torch.cat(chunk_tokens, dim=1)
 
 
 def _likeliest(stage: LanguageModel, x_CBD: Tensor) -> Tensor:
@@ -148,8 +149,8 @@ def perplexity_bins(losses_L: Tensor, seq_len: int, per_doubling: int = 1) -> li
     With several bins per doubling, empty bins are left out.
     """
     last = len(losses_L)
-    grown = (int(seq_len * 2 ** (step / per_doubling)) for step in itertools.count())
-    ends = sorted({0, *itertools.takewhile(lambda end: end < last, grown), last})
+    bin_ends = (int(seq_len * 2 ** (step / per_doubling)) for step in itertools.count())
+    ends = sorted({0, *itertools.takewhile(lambda end: end < last, bin_ends), last})
     return [
         Bin(before + 1, end, losses_L[before:end].double().mean().exp().item())
         for before, end in itertools.pairwise(ends)
@@ -167,10 +168,10 @@ def fitting_chunk(model: ModelConfig, rows: int, ranks: int = 1) -> int:
 
     It is a multiple of the model's `reads_in`, where chunks may end, for each of the ranks that divide a chunk.
     """
-    fits = max(1, CHUNK_VALUES // (rows * model.vocab_size))
-    together = architecture(model).reads_in
-    fitting = min(LONGEST_CHUNK, 1 << (fits.bit_length() - 1))
-    return max(1, fitting // together) * together * ranks
+    max_tokens = max(1, CHUNK_VALUES // (rows * model.vocab_size))
+    multiple = architecture(model).reads_in
+    power_of_two = min(LONGEST_CHUNK, 1 << (max_tokens.bit_length() - 1))
+    return max(1, power_of_two // multiple) * multiple * ranks
 
 
 def attention_at_eval(model: ModelConfig) -> dict[str, str]:
@@ -189,8 +190,8 @@ def effective_remembrance(
     Costs reading T tokens once, and T - t tokens for each t above 0.
     """
     length = tokens_BT.shape[1]
-    if wrong := [t for t in ts if not 0 <= t < length]:
-        raise ValueError(f"t must be in 0..{length - 1}, and {wrong} are not")
+    if wrong_ts := [t for t in ts if not 0 <= t < length]:
+        raise ValueError(f"t must be in 0..{length - 1}, and {wrong_ts} are not")
     whole_BV = _next_token(model, tokens_BT, chunk, advance)
     measured = []
     for t in ts:
@@ -202,7 +203,9 @@ def effective_remembrance(
 def distances(p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute total variation, Jensen-Shannon (base 2) and cosine distance between distributions, each (B,)."""
     middle_BV = ((p_BV + q_BV) / 2).clamp_min(torch.finfo(p_BV.dtype).tiny)  # where it is 0, p and q are too
-    divergence_B = sum(torch.xlogy(one_BV, one_BV / middle_BV).sum(-1) / 2 for one_BV in (p_BV, q_BV))
+    divergence_B = sum(
+        torch.xlogy(distribution_BV, distribution_BV / middle_BV).sum(-1) / 2 for distribution_BV in (p_BV, q_BV)
+    )
     bits_B = torch.as_tensor(divergence_B).clamp_min(0) / torch.log(p_BV.new_tensor(2.0))  # rounding may go below 0
     cosine_B = torch.cosine_similarity(p_BV, q_BV, dim=-1)
     return (p_BV - q_BV).abs().sum(-1) / 2, bits_B.sqrt(), (1 - cosine_B).clamp_min(0)
@@ -222,8 +225,8 @@ def state_deviation(
 
     def see(end: int, nothing: Tensor, states: States) -> None:
         if end in positions:
-            own = {layer: _moments(state["ssm"]) for layer, state in states.items() if "ssm" in state}
-            for layer, moments_H3 in model.of_all(own).items():
+            own_moments = {layer: _moments(state["ssm"]) for layer, state in states.items() if "ssm" in state}
+            for layer, moments_H3 in model.of_all(own_moments).items():
                 measured.append(Deviation(end, layer, _deviations(moments_H3)))
 
     read_chunks(model, tokens_BT, sorted({*chunk_ends(chunk, length), *positions}), _nothing, see, advance)
@@ -232,8 +235,8 @@ def state_deviation(
 
 def _moments(h_BX: Tensor) -> Tensor:
     """Compute mean and variance over rows per head (h: BHPN) or channel (h: BEN), and h's number of axes."""
-    over = (0, *range(2, h_BX.dim()))
-    variance_H, mean_H = torch.var_mean(h_BX.double(), over, correction=0)
+    axes = (0, *range(2, h_BX.dim()))
+    variance_H, mean_H = torch.var_mean(h_BX.double(), axes, correction=0)
     return torch.stack([mean_H, variance_H, torch.full_like(mean_H, h_BX.dim())], dim=1)
 
 
@@ -248,7 +251,7 @@ def _deviations(moments_H3: Tensor) -> tuple[float, ...]:
 def _next_token(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) -> Tensor:
     """Compute the distribution over the token after the rows, (B, V) in float64."""
     batch, length = tokens_BL.shape
-    kept: list[Tensor] = []
+    last_logits: list[Tensor] = []
 
     def wanted(start: int, end: int) -> Finish:
         if end < length:
@@ -256,10 +259,10 @@ def _next_token(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) 
         return Finish(LanguageModel.next_logits, (batch, model.vocab_size), model.dtype)
 
     def see(end: int, logits_BV: Tensor, states: States) -> None:
-        kept[:] = [logits_BV]
+        last_logits[:] = [logits_BV]
 
     read_chunks(model, tokens_BL, chunk_ends(chunk, length), wanted, see, advance)
-    return torch.softmax(kept[0].double(), dim=-1)
+    return torch.softmax(last_logits[0].double(), dim=-1)
 
 
 def read_rows(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) -> None:
@@ -288,12 +291,13 @@ def read_chunks(
 
     A callback and not a generator, so that a chunk's output is freed before the next chunk is read.
     """
-    states, start = None, 0
+    states = None
+    start = 0
     for end in ends:
         tokens_BC = tokens_BL[:, start:end].to(model.device)
         seq = SeqInfo.stream(len(tokens_BC), end - start, start, model.device)
-        found, states = model.forward(tokens_BC, states, seq, wanted(start, end))
-        see(end, found, states)
-        del found
+        output, states = model.forward(tokens_BC, states, seq, wanted(start, end))
+        see(end, output, states)
+        del output
         advance(end - start)
         start = end

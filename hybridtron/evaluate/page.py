@@ -25,12 +25,12 @@ pre { background: #f6f6f6; padding: .5rem .7rem; white-space: pre-wrap; overflow
 
 def page(title: str, evaluations: Sequence[Evaluated], pictures: Iterable[tuple[str, bytes]] = ()) -> str:
     """Build the page. `pictures` are those that compare all evaluations, as titles with PNG files' contents."""
-    parts = [f"<h1>{escape(title)}</h1>", *(image(*one) for one in pictures)]
+    parts = [f"<h1>{escape(title)}</h1>", *(image(*entry) for entry in pictures)]
     if len(evaluations) > 1:
         parts.append(side_by_side(evaluations))
-    for one in evaluations:
-        heading = [f"<h2>{escape(one.name)}</h2>"] if len(evaluations) > 1 else []
-        parts += [*heading, *of_one(one)]
+    for entry in evaluations:
+        heading = [f"<h2>{escape(entry.name)}</h2>"] if len(evaluations) > 1 else []
+        parts += [*heading, *of_one(entry)]
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
@@ -41,11 +41,11 @@ def of_one(one: Evaluated) -> list[str]:
     about = "; ".join(f"{key}: {_worded(value)}" for key, value in one.about.items())
     parts = [f'<p class="about">{escape(about)}</p>']
     if one.rows:
-        cells = [(r["task"], str(r["length"]), r["metric"], shown(r), str(r["n"])) for r in one.rows]
+        cells = [(row["task"], str(row["length"]), row["metric"], shown(row), str(row["n"])) for row in one.rows]
         parts.append(table("Results", ("task", "length", "metric", "value ± standard error", "n"), cells))
-    for found in one.tables.values():
-        parts.append(table(found.title, found.header, found.cells))
-        parts += [f"<p>{escape(found.note)}</p>"] if found.note else []
+    for instrument_table in one.tables.values():
+        parts.append(table(instrument_table.title, instrument_table.header, instrument_table.cells))
+        parts += [f"<p>{escape(instrument_table.note)}</p>"] if instrument_table.note else []
     if one.left_out:
         parts.append(f"<p>Left out:</p><ul>{''.join(f'<li>{escape(text)}</li>' for text in one.left_out)}</ul>")
     parts += [image(name, file.read_bytes()) for name, file in one.pictures.items()]
@@ -54,30 +54,32 @@ def of_one(one: Evaluated) -> list[str]:
 
 def _worded(value: object) -> str:
     """Write a condition's value as text."""
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    return ", ".join(f"{name} {part}" for name, part in value.items()) if isinstance(value, dict) else str(value)
 
 
 def side_by_side(evaluations: Sequence[Evaluated]) -> str:
     """Build a table with each task's first metric, and a column for each run."""
-    of_runs = [main_rows(one.rows) for one in evaluations]
-    places = dict.fromkeys((task, row["length"]) for tasks in of_runs for task, rows in tasks.items() for row in rows)
+    tasks_of_runs = [main_rows(evaluated.rows) for evaluated in evaluations]
+    places = dict.fromkeys(
+        (task, row["length"]) for tasks in tasks_of_runs for task, rows in tasks.items() for row in rows
+    )
     cells = []
     for task, length in places:
-        found = [next((shown(r) for r in tasks.get(task, []) if r["length"] == length), "") for tasks in of_runs]
-        cells.append((task, str(length), *found))
-    return table("Side by side", ("task", "length", *(one.name for one in evaluations)), cells)
+        values = [next((shown(r) for r in tasks.get(task, []) if r["length"] == length), "") for tasks in tasks_of_runs]
+        cells.append((task, str(length), *values))
+    return table("Side by side", ("task", "length", *(evaluated.name for evaluated in evaluations)), cells)
 
 
 def samples(lines: Sequence[Line]) -> list[str]:
     """Show a few answers for each task that are right by its first metric, and a few others."""
-    by_task: dict[str, list[Line]] = {}
+    lines_by_task: dict[str, list[Line]] = {}
     for line in lines:
         if "metrics" in line:
-            by_task.setdefault(line["task"], []).append(line)
-    parts = ["<h3>Samples</h3>"] if by_task else []
-    for task, of_task in by_task.items():
-        right = [line for line in of_task if next(iter(line["metrics"].values())) == 1]
-        wrong = [line for line in of_task if next(iter(line["metrics"].values())) != 1]
+            lines_by_task.setdefault(line["task"], []).append(line)
+    parts = ["<h3>Samples</h3>"] if lines_by_task else []
+    for task, task_lines in lines_by_task.items():
+        right = [line for line in task_lines if next(iter(line["metrics"].values())) == 1]
+        wrong = [line for line in task_lines if next(iter(line["metrics"].values())) != 1]
         parts.append(f"<h4>{escape(task)}: {len(right)} right, {len(wrong)} not</h4>")
         for kind, chosen in (("right", right), ("wrong", wrong)):
             for line in chosen[:SAMPLES]:

@@ -45,11 +45,11 @@ def measure(
     """
     missing = [index for index in range(len(rows_BT)) if wanted.key(index) not in records]
     for first in range(0, len(missing), batch * model.replicas):
-        together = missing[first : first + batch * model.replicas]
-        own = together[model.replica * batch :][:batch]
-        lines = scored(model, wanted, rows_BT, own, described) if own else []
+        turn_indices = missing[first : first + batch * model.replicas]
+        own_indices = turn_indices[model.replica * batch :][:batch]
+        lines = scored(model, wanted, rows_BT, own_indices, described) if own_indices else []
         records.add(everyone(model, lines))
-        moved(first + len(together), len(missing))
+        moved(first + len(turn_indices), len(missing))
 
 
 def scored(model: Served, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequence[int], described: str) -> list[Line]:
@@ -60,9 +60,10 @@ def scored(model: Served, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequen
     lines = []
     for row, index in enumerate(indices):
         first = wanted.length - wanted.stride if wanted.stride and wanted.score == "new" and index else 0
-        losses, tokens = losses_LB[first:, row], tokens_BT[row, first:].tolist()
+        losses_L = losses_LB[first:, row]
+        tokens = tokens_BT[row, first:].tolist()
         bytes_scored = len(model.tokenizer.decode(tokens).encode()) - len(model.tokenizer.decode(tokens[:1]).encode())
         about = {"key": wanted.key(index), "task": wanted.label, "length": wanted.length, "index": index}
-        sums = {"nats": losses.sum().item(), "tokens": len(losses), "bytes": bytes_scored}
+        sums = {"nats": losses_L.sum().item(), "tokens": len(losses_L), "bytes": bytes_scored}
         lines.append({**about, **sums, "text": described})
     return lines

@@ -57,14 +57,14 @@ def draw_positions(axes: Axes, lines: Lines) -> None:
     from hybridtron.evaluate.length import perplexity_bins
 
     axes.plot([line["position"] for line in lines], [line["perplexity"] for line in lines], linewidth=0.3, alpha=0.4)
-    drawn = (
+    curves = (
         ("loss", "-", "mean of neighbours"),
         ("loss_within", "--", "of the same tokens within the training length"),
     )
-    for key, style, label in drawn:
+    for key, style, label in curves:
         bins = perplexity_bins(torch.tensor([line[key] for line in lines]), 1, 8)
-        middles = [(one.first * one.last) ** 0.5 for one in bins]
-        axes.plot(middles, [one.perplexity for one in bins], style, label=label)
+        middles = [(token_bin.first * token_bin.last) ** 0.5 for token_bin in bins]
+        axes.plot(middles, [token_bin.perplexity for token_bin in bins], style, label=label)
     axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
 
 
@@ -77,7 +77,11 @@ def position_curves(of_runs: dict[str, Lines], seq_lens: list[int], output: Path
     with picture(output) as axes:
         for name, lines in of_runs.items():
             bins = perplexity_bins(torch.tensor([line["loss"] for line in lines]), 1, 8)
-            axes.plot([(one.first * one.last) ** 0.5 for one in bins], [one.perplexity for one in bins], label=name)
+            axes.plot(
+                [(token_bin.first * token_bin.last) ** 0.5 for token_bin in bins],
+                [token_bin.perplexity for token_bin in bins],
+                label=name,
+            )
         for seq_len in set(seq_lens):
             axes.axvline(seq_len, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
         axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
@@ -147,20 +151,21 @@ def by_length(of_runs: dict[str, dict[str, Lines]], seq_lens: list[int], output:
     """Draw a panel for each task and a line with standard errors for each run. Training lengths are dashed."""
     from matplotlib.figure import Figure
 
-    tasks = list(dict.fromkeys(task for of_run in of_runs.values() for task in of_run))
-    columns = min(4, len(tasks))
-    lines = -(-len(tasks) // columns)
-    figure = Figure(figsize=(3.2 * columns + 0.6, 2.4 * lines + 0.4), dpi=120, layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    tasks = list(dict.fromkeys(task for rows_by_task in of_runs.values() for task in rows_by_task))
+    num_columns = min(4, len(tasks))
+    num_rows = -(-len(tasks) // num_columns)
+    figure = Figure(figsize=(3.2 * num_columns + 0.6, 2.4 * num_rows + 0.4), dpi=120, layout="constrained")
+    panels = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
     for axes, task in zip(panels, tasks, strict=False):
-        for name, of_run in of_runs.items():
-            rows = of_run.get(task, [])
+        for name, rows_by_task in of_runs.items():
+            rows = rows_by_task.get(task, [])
             errors = [row["standard_error"] or 0 for row in rows]
-            lengths, values = [row["length"] for row in rows], [row["value"] for row in rows]
+            lengths = [row["length"] for row in rows]
+            values = [row["value"] for row in rows]
             axes.errorbar(lengths, values, errors, marker="o", markersize=3, linewidth=1, label=name)
         for seq_len in set(seq_lens):
             axes.axvline(seq_len, color="black", linestyle="--", linewidth=0.6)
-        metric = next(row["metric"] for of_run in of_runs.values() for row in of_run.get(task, []))
+        metric = next(row["metric"] for rows_by_task in of_runs.values() for row in rows_by_task.get(task, []))
         axes.set_xscale("log", base=2)
         axes.set(title=task, xlabel="length in tokens", ylabel=metric, ylim=None if "perp" in metric else (-0.03, 1.03))
         axes.grid(alpha=0.3)

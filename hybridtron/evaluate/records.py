@@ -38,15 +38,15 @@ def recorded(file: Path, about: Mapping[str, Any]) -> list[Line]:
     Raises Unusable if samples were measured under other conditions. If the file has only instruments, they are dropped
     and measured again instead: that takes minutes, and nothing else is lost.
     """
-    first, *lines = read_lines(file) or [{"about": about}]
-    before = first.get("about", {})
-    other = [key for key in {**before, **about} if not _same(key, before.get(key), about.get(key))]
-    if not other:
+    header, *lines = read_lines(file) or [{"about": about}]
+    before = header.get("about", {})
+    changed_keys = [key for key in {**before, **about} if not _same(key, before.get(key), about.get(key))]
+    if not changed_keys:
         return lines
     if not any("metrics" in line or "nats" in line for line in lines):
         return []
-    was = {key: before.get(key) for key in other}
-    now = {key: about.get(key) for key in other}
+    was = {key: before.get(key) for key in changed_keys}
+    now = {key: about.get(key) for key in changed_keys}
     raise Unusable(f"{file} was measured with {was}, now with {now}: delete it, or use another --output")
 
 

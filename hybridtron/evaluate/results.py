@@ -45,15 +45,15 @@ def rows_of(lines: Iterable[Line], about: Mapping[str, Any]) -> list[Row]:
     cells: dict[tuple[str, int], list[Line]] = {}
     for line in lines:
         cells.setdefault((line["task"], line["length"]), []).append(line)
-    found = []
-    for (task, length), of_cell in cells.items():
+    rows = []
+    for (task, length), cell_lines in cells.items():
         place = {"task": task, "length": length}
-        if "metrics" in of_cell[0]:
-            found += [place | row for row in _scored(of_cell)]
-        elif "nats" in of_cell[0]:
-            found += [place | row for row in _perplexity(of_cell)]
-    found += averages(found)
-    return [row | {"about": dict(about)} for row in [*found, *effective_lengths(found)]]
+        if "metrics" in cell_lines[0]:
+            rows += [place | row for row in _scored(cell_lines)]
+        elif "nats" in cell_lines[0]:
+            rows += [place | row for row in _perplexity(cell_lines)]
+    rows += averages(rows)
+    return [row | {"about": dict(about)} for row in [*rows, *effective_lengths(rows)]]
 
 
 def _scored(lines: Sequence[Line]) -> Iterable[Row]:
@@ -72,20 +72,20 @@ def _scored(lines: Sequence[Line]) -> Iterable[Row]:
 
 def _perplexity(lines: Sequence[Line]) -> Iterable[Row]:
     """Compute rows for perplexity, loss and bits per byte."""
-    nats, tokens, size = (sum(line[key] for line in lines) for key in ("nats", "tokens", "bytes"))
+    nats, tokens, num_bytes = (sum(line[key] for line in lines) for key in ("nats", "tokens", "bytes"))
     error = mean_of([line["nats"] / line["tokens"] for line in lines])["standard_error"]
-    count: Row = {"n": len(lines), "tokens": tokens, "text": lines[0]["text"], "seed": None}  # fixed rows: no seed
+    common: Row = {"n": len(lines), "tokens": tokens, "text": lines[0]["text"], "seed": None}  # fixed rows: no seed
     loss = nats / tokens
-    yield {"metric": "perplexity", "value": math.exp(loss), "standard_error": scaled(error, math.exp(loss)), **count}
-    yield {"metric": "loss", "value": loss, "standard_error": error, **count}
-    if size:
-        per_byte = tokens / size / math.log(2)
+    yield {"metric": "perplexity", "value": math.exp(loss), "standard_error": scaled(error, math.exp(loss)), **common}
+    yield {"metric": "loss", "value": loss, "standard_error": error, **common}
+    if num_bytes:
+        per_byte = tokens / num_bytes / math.log(2)
         yield {
             "metric": "bits_per_byte",
             "value": loss * per_byte,
             "standard_error": scaled(error, per_byte),
-            **count,
-            "bytes": size,
+            **common,
+            "bytes": num_bytes,
         }
 
 
@@ -108,16 +108,18 @@ def averages(rows: Sequence[Row]) -> list[Row]:
     """
     by_place = {(row["task"], row["length"]): row for row in rows if row["metric"] == "string_match_all"}
     options = dict.fromkeys(_options(task) for task, _ in by_place)
-    found = []
+    average_rows = []
     for length in dict.fromkeys(length for _, length in by_place):
         for group, names in AVERAGES.items():
-            for of_group in options:
-                same = [by_place.get((f"{name}{of_group}", length)) for name in names]
+            for group_options in options:
+                same = [by_place.get((f"{name}{group_options}", length)) for name in names]
                 parts = [part or by_place.get((name, length)) for part, name in zip(same, names, strict=True)]
                 if len(names) > 1 and any(same) and all(parts):
                     rows_of_group = [row for row in parts if row]
-                    found.append({"task": f"average of {group}{of_group}", "length": length, **_average(rows_of_group)})
-    return found
+                    average_rows.append(
+                        {"task": f"average of {group}{group_options}", "length": length, **_average(rows_of_group)}
+                    )
+    return average_rows
 
 
 def _options(task: str) -> str:
@@ -128,9 +130,10 @@ def _options(task: str) -> str:
 def _average(rows: Sequence[Row]) -> Row:
     """Compute a mean over rows, and its standard error if tasks are independent."""
     error = math.hypot(*(row["standard_error"] or 0.0 for row in rows)) / len(rows)
-    value, count = fmean(row["value"] for row in rows), sum(row["n"] for row in rows)
-    of_value = {"metric": rows[0]["metric"], "value": value, "standard_error": error}
-    return {**of_value, "n": count, "seed": rows[0]["seed"]}
+    value = fmean(row["value"] for row in rows)
+    count = sum(row["n"] for row in rows)
+    mean = {"metric": rows[0]["metric"], "value": value, "standard_error": error}
+    return {**mean, "n": count, "seed": rows[0]["seed"]}
 
 
 def effective_lengths(rows: Sequence[Row]) -> list[Row]:
@@ -139,24 +142,24 @@ def effective_lengths(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if row["task"].partition("[")[0] == "average of ruler_se":
             by_options.setdefault(_options(row["task"]), []).append(row)
-    found = []
-    for options, asked in by_options.items():
-        reached = [row["length"] for row in asked if row["value"] >= EFFECTIVE]
-        longest = max(row["length"] for row in asked)
+    effective_rows = []
+    for options, average_rows in by_options.items():
+        reached_lengths = [row["length"] for row in average_rows if row["value"] >= EFFECTIVE]
+        longest = max(row["length"] for row in average_rows)
         place = {"task": f"effective length{options}", "length": longest, "metric": "tokens"}
-        about = {"n": len(asked), "seed": asked[0]["seed"], "threshold": EFFECTIVE}
-        found.append({**place, "value": max(reached, default=0), "standard_error": None, **about})
-    return found
+        about = {"n": len(average_rows), "seed": average_rows[0]["seed"], "threshold": EFFECTIVE}
+        effective_rows.append({**place, "value": max(reached_lengths, default=0), "standard_error": None, **about})
+    return effective_rows
 
 
 def main_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Return each task's rows for its first metric, sorted by length."""
-    found: dict[str, list[Row]] = {}
+    rows_by_task: dict[str, list[Row]] = {}
     for row in rows:
-        of_task = found.setdefault(row["task"], [])
-        if not of_task or of_task[0]["metric"] == row["metric"]:
-            of_task.append(row)
-    return {task: sorted(of_task, key=lambda row: row["length"]) for task, of_task in found.items()}
+        task_rows = rows_by_task.setdefault(row["task"], [])
+        if not task_rows or task_rows[0]["metric"] == row["metric"]:
+            task_rows.append(row)
+    return {task: sorted(task_rows, key=lambda row: row["length"]) for task, task_rows in rows_by_task.items()}
 
 
 def by_length_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:

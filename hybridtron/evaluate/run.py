@@ -75,8 +75,8 @@ def evaluate(model: Served, name: str, wishes: Wishes, output: Path, bar: Bar) -
         raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's")
     suite = suite_of(wishes.asked, seq_len, wishes.lengths, wishes.samples)
     suite = fitting(suite, tokens, size, lenient=wishes.named)
-    where = partial(perplexity.rows_of, model.folder, config.data, seq_len=seq_len, path=wishes.data)
-    texts = [(one, *where(one)) for one in suite.perplexities]
+    read_rows = partial(perplexity.rows_of, model.folder, config.data, seq_len=seq_len, path=wishes.data)
+    texts = [(wanted, *read_rows(wanted)) for wanted in suite.perplexities]
     header = about(model, tokens, seq_len)
     if wishes.data is not None:
         header["data"] = digest_of_data(config.data, wishes.data)
@@ -84,9 +84,9 @@ def evaluate(model: Served, name: str, wishes: Wishes, output: Path, bar: Bar) -
     records = opened(model, output, header)
     with bar("tasks") as moved:
         ask(model, suite.cells, tokens, records, wishes.batch, moved)
-    for one, rows_BT, described in texts:
-        with bar(f"{one.label} {one.length}") as moved:
-            perplexity.measure(model, one, rows_BT, described, records, wishes.batch, moved)
+    for wanted, rows_BT, described in texts:
+        with bar(f"{wanted.label} {wanted.length}") as moved:
+            perplexity.measure(model, wanted, rows_BT, described, records, wishes.batch, moved)
     if model.replica == 0 and text is not None:
         _instruments(model, suite, wishes, text, output, records, bar)
     return finished(name, suite, records, output, seq_len) if model.first else Evaluated(name, output, {}, [], [])
@@ -101,31 +101,31 @@ def opened(model: Served, output: Path, header: Mapping[str, Any]) -> Records:
     output.mkdir(parents=True, exist_ok=True)
     if model.alone:
         return Records(file, header)
-    own = Records(file, header) if model.first else None
+    first_records = Records(file, header) if model.first else None
     barrier()
-    return own or Records(file, header, writes=False)
+    return first_records or Records(file, header, writes=False)
 
 
 def about(model: Served, tokens: TextTokens, seq_len: int) -> dict[str, Any]:
     """Return the measurement's conditions: checkpoint, tokenizer, dtype, kernels, attention and so on."""
     device = compute_device().type
-    used = ops_of(model.config.model)
-    found: dict[str, Any] = {
+    used_ops = ops_of(model.config.model)
+    conditions: dict[str, Any] = {
         "step": model.step,
         "seq_len": seq_len,
         "attention": attention_at_eval(model.config.model),
         "dtype": str(model.config.precision.name),
         "device": device,
         "decoding": "model" if model.read.model is None or unsupported_reason(model.read.model) else "compiled",
-        "kernels": {op: form for op, form, _ in choices(device) if op in used},
+        "kernels": {op: form for op, form, _ in choices(device) if op in used_ops},
         "hybridtron": __version__,
         "tokenizer": tokens.digest,
         "checkpoint": digest_of((model.folder / "manifest.json").read_bytes()),
     }
     layers = model.config.model.layers
     if extended := {letter: options["self_extend"] for letter, options in layers.items() if "self_extend" in options}:
-        found["self_extend"] = extended
-    return found
+        conditions["self_extend"] = extended
+    return conditions
 
 
 def _key(name: str, suite: Suite, wishes: Wishes) -> str:
@@ -163,9 +163,9 @@ def _instruments(
         if _is_measured(key, name, records.lines.values(), output):
             continue
         with bar(f"{name} ({number} of {len(suite.instruments)})") as moved:
-            some = written(name, model.read, model.config, text, model.first, output, moved)
+            is_measured = written(name, model.read, model.config, text, model.first, output, moved)
         line = {"key": key, "task": name, "length": text.length, "rows": len(text.tokens_BT), "text": text.described}
-        records.add([line if some else {**line, "nothing": True}])
+        records.add([line if is_measured else {**line, "nothing": True}])
 
 
 def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: int) -> Evaluated:
@@ -175,10 +175,10 @@ def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: i
     newest = {line["task"]: line for line in lines if line["task"] in INSTRUMENTS}
     with_table = [name for name in INSTRUMENTS if name in newest and not newest[name].get("nothing")]
     tables = {name: table_of(name, output, seq_len) for name in with_table}
-    without = [f"{name}: {NO_LAYER}" for name in newest if name not in with_table]
-    left_out = [*suite.left_out, *without]
-    shown = {name: table._asdict() for name, table in tables.items()}
-    results = {"rows": rows, "left_out": left_out, "instruments": shown}
+    without_table = [f"{name}: {NO_LAYER}" for name in newest if name not in with_table]
+    left_out = [*suite.left_out, *without_table]
+    table_fields = {name: table._asdict() for name, table in tables.items()}
+    results = {"rows": rows, "left_out": left_out, "instruments": table_fields}
     write_whole(output / "results.json", json.dumps(results, indent=1) + "\n")
     evaluated = Evaluated(name, output, records.about, rows, lines, left_out, tables=tables)
     if is_there("matplotlib"):
@@ -190,13 +190,13 @@ def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: i
 def _verdict(lines: Iterable[Line], records: Records, output: Path, seq_len: int) -> list[Row]:
     """Return a list with the verdict on length generalization as a row; empty if positions were not measured."""
     measured = [line for line in lines if line["task"] == "positions"]
-    by_position = read_lines(output / "positions.jsonl") if measured else []
-    found = verdict(by_position, seq_len)
-    if found is None:
+    position_lines = read_lines(output / "positions.jsonl") if measured else []
+    decision = verdict(position_lines, seq_len)
+    if decision is None:
         return []
-    place: Row = {"task": "length generalization", "length": len(by_position), "metric": "holds"}
-    value: Row = {"value": float(found.holds), "standard_error": None, "n": measured[-1]["rows"], "seed": None}
-    return [{**place, **value, **found._asdict(), "tolerance": TOLERANCE, "about": records.about}]
+    place: Row = {"task": "length generalization", "length": len(position_lines), "metric": "holds"}
+    value: Row = {"value": float(decision.holds), "standard_error": None, "n": measured[-1]["rows"], "seed": None}
+    return [{**place, **value, **decision._asdict(), "tolerance": TOLERANCE, "about": records.about}]
 
 
 def draw_all(one: Evaluated, seq_len: int) -> None:
@@ -217,18 +217,18 @@ def draw_all(one: Evaluated, seq_len: int) -> None:
 
 def compared(title: str, evaluations: list[Evaluated], output: Path) -> None:
     """Write results and page for several checkpoints side by side."""
-    rows: list[Row] = [{"run": one.name, **row} for one in evaluations for row in one.rows]
+    rows: list[Row] = [{"run": evaluated.name, **row} for evaluated in evaluations for row in evaluated.rows]
     write_whole(output / "results.json", json.dumps({"rows": rows}, indent=1) + "\n")
     pictures: list[tuple[str, bytes]] = []
     if is_there("matplotlib"):
-        seq_lens = [one.about["seq_len"] for one in evaluations]
+        seq_lens = [evaluated.about["seq_len"] for evaluated in evaluations]
         file = output / "by_length.png"
-        if any(by_length_rows(one.rows) for one in evaluations):
-            by_length({one.name: by_length_rows(one.rows) for one in evaluations}, seq_lens, file)
+        if any(by_length_rows(evaluated.rows) for evaluated in evaluations):
+            by_length({evaluated.name: by_length_rows(evaluated.rows) for evaluated in evaluations}, seq_lens, file)
             pictures.append(("by length", file.read_bytes()))
         curves = {"positions": partial(position_curves, seq_lens=seq_lens), "entropy": entropy_curves}
         for name, draw_curves in curves.items():
-            of_runs = {one.name: read_lines(one.folder / f"{name}.jsonl") for one in evaluations}
+            of_runs = {evaluated.name: read_lines(evaluated.folder / f"{name}.jsonl") for evaluated in evaluations}
             if all(of_runs.values()):
                 file = output / f"{name}.png"
                 draw_curves(of_runs, output=file)

@@ -50,11 +50,11 @@ def layout(settings: Sequence[str]) -> ParallelConfig:
     """Parse settings such as `parallel.tensor=2 parallel.context=2`. Raises Unusable for other keys."""
     sizes: dict[str, int] = {}
     for setting in settings:
-        found = re.fullmatch(LAYOUT_KEYS, setting, re.ASCII)
-        if found is None:
+        match = re.fullmatch(LAYOUT_KEYS, setting, re.ASCII)
+        if match is None:
             known = "parallel.tensor=N, parallel.pipeline=N or parallel.context=N"
             raise Unusable(f"{setting}: is {known}, nothing else is set here")
-        sizes[found[1]] = int(found[2])
+        sizes[match[1]] = int(match[2])
     tensor, pipeline, context = (sizes.get(key, 1) for key in ("tensor", "pipeline", "context"))
     return ParallelConfig(tensor=tensor, pipeline=pipeline, context=context)
 
@@ -82,8 +82,8 @@ def served(
 
         yield Served(folder, config, checkpoint.meta.step, tokenizer, end_of(checkpoint), reader(model))
     else:
-        with _among_ranks(checkpoint, config, tokenizer, parallel) as one:
-            yield one
+        with _among_ranks(checkpoint, config, tokenizer, parallel) as staged:
+            yield staged
 
 
 def opened(folder: Path) -> tuple[Checkpoint, Config]:
@@ -116,15 +116,15 @@ def attending(config: Config, how: ReadingAttention) -> Config:
 
 def self_extended(config: Config, by: SelfExtendOptions) -> Config:
     """Return the configuration with Self-Extend in all layers that have full attention with rotary positions."""
-    able = {
+    extendable = {
         letter
         for letter, spec in architecture(config.model).by_letter.items()
         if isinstance(spec, AttentionSpec) and spec.window is None and spec.positions is not None
     }
-    if not able:
+    if not extendable:
         raise Unusable("--self-extend: the model has no full attention with rotary positions")
     layers = {
-        letter: options | ({"self_extend": asdict(by)} if letter in able else {})
+        letter: options | ({"self_extend": asdict(by)} if letter in extendable else {})
         for letter, options in config.model.layers.items()
     }
     return replace(config, model=replace(config.model, layers=layers))
@@ -152,18 +152,18 @@ def fill(checkpoint: Checkpoint, model: LanguageModel) -> None:
 
 def end_of(checkpoint: Checkpoint) -> int | None:
     """Return the token that ended each document in training, or None if the checkpoint does not name one."""
-    stored = checkpoint.meta.data.get("eos")
-    return None if stored is None else int(stored)
+    stored_id = checkpoint.meta.data.get("eos")
+    return None if stored_id is None else int(stored_id)
 
 
 def require_layout(config: Config, parallel: ParallelConfig) -> None:
     """Raise ConfigError if the process count or the model does not fit the layout."""
-    found = world_problems(parallel, launched().world_size) or stage_problems(config.model, parallel)
+    problems = world_problems(parallel, launched().world_size) or stage_problems(config.model, parallel)
     if parallel.tensor > 1 and (reasons := uncuttable(config.model, parallel.tensor)):
-        found.append(Problem("parallel.tensor", f"is {parallel.tensor}, but {'; '.join(reasons)}"))
-    found += unshareable(architecture(config.model), parallel.context)
-    if found:
-        raise ConfigError(found)
+        problems.append(Problem("parallel.tensor", f"is {parallel.tensor}, but {'; '.join(reasons)}"))
+    problems += unshareable(architecture(config.model), parallel.context)
+    if problems:
+        raise ConfigError(problems)
 
 
 @contextmanager

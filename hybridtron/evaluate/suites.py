@@ -71,8 +71,8 @@ class Cell:
     @property
     def label(self) -> str:
         """The task's name, followed by options that differ from the registered ones."""
-        usual = options_of(named(self.task.name))
-        changed = [f"{key}={value}" for key, value in options_of(self.task).items() if value != usual[key]]
+        defaults = options_of(named(self.task.name))
+        changed = [f"{key}={value}" for key, value in options_of(self.task).items() if value != defaults[key]]
         return self.task.name + (f"[{','.join(changed)}]" if changed else "")
 
     def key(self, index: int) -> str:
@@ -130,7 +130,7 @@ def suite_of(
     `lengths` and `samples` override those in the definition. Raises Unusable for a faulty definition.
     """
     unknown("", asked)
-    count = samples or number(asked, "samples", 100)
+    default_samples = samples or number(asked, "samples", 100)
     suite = Suite(instruments=_entries(asked, "instruments"))
     for name in suite.instruments:
         if name not in INSTRUMENTS:
@@ -145,10 +145,12 @@ def suite_of(
             raise Unusable(f"tasks: options is {options!r}, must be values by name, such as {{digits: 3}}")
         settings = [f"{key}={value}" for key, value in options.items()]
         tasks = all_named([str(entry.get("task", ""))], settings)
-        each = samples or number(entry, "samples", count)
+        num_samples = samples or number(entry, "samples", default_samples)
         for task in tasks:
             for length in lengths or _lengths(entry):
-                suite.cells.append(Cell(task, tokens_of(length, seq_len), each, number(asked, "seed", 0, least=0)))
+                suite.cells.append(
+                    Cell(task, tokens_of(length, seq_len), num_samples, number(asked, "seed", 0, least=0))
+                )
     for entry in _entries(asked, "perplexity"):
         unknown("perplexity", entry)
         suite.perplexities += _perplexities(entry, seq_len, lengths)
@@ -162,7 +164,8 @@ def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str]
     if "context" not in entry:
         rows = number(entry, "rows", 16)
         return [PerplexityOf(tokens_of(length, seq_len), rows) for length in lengths or _lengths(entry)]
-    context, score = tokens_of(entry["context"], seq_len), entry.get("score", "new")
+    context = tokens_of(entry["context"], seq_len)
+    score = entry.get("score", "new")
     stride = tokens_of(entry.get("stride", context), seq_len)
     if score not in SCORES:
         raise Unusable(f"perplexity.score is {score!r}, must be new or all")
@@ -183,10 +186,10 @@ def unknown(section: str, entry: Any) -> None:
 
 def _entries(asked: Mapping[str, Any], key: str) -> list[Any]:
     """Copy a list from the definition; an absent one is empty."""
-    found = asked.get(key, [])
-    if not isinstance(found, list):
-        raise Unusable(f"{key} is {found!r}, must be a list")
-    return list(found)
+    entries = asked.get(key, [])
+    if not isinstance(entries, list):
+        raise Unusable(f"{key} is {entries!r}, must be a list")
+    return list(entries)
 
 
 def number(entry: Mapping[str, Any], key: str, usual: int, least: int = 1) -> int:
@@ -199,10 +202,10 @@ def number(entry: Mapping[str, Any], key: str, usual: int, least: int = 1) -> in
 
 def _lengths(entry: Mapping[str, Any]) -> list[Any]:
     """Return an entry's lengths. Raises Unusable if there are none."""
-    found = entry.get("lengths")
-    if not isinstance(found, list) or not found:
-        raise Unusable(f"{entry.get('task', 'perplexity')}: lengths is {found!r}, must be a list such as [1x, 4096]")
-    return found
+    lengths = entry.get("lengths")
+    if not isinstance(lengths, list) or not lengths:
+        raise Unusable(f"{entry.get('task', 'perplexity')}: lengths is {lengths!r}, must be a list such as [1x, 4096]")
+    return lengths
 
 
 def tokens_of(text: str | int, seq_len: int) -> int:
@@ -225,15 +228,15 @@ def fitting(suite: Suite, tokenizer: TextTokens, vocab_size: int, lenient: bool)
 
     Raises Unusable for any such cell unless `lenient`, and also if nothing remains.
     """
-    kept, left_out = [], []
+    kept_cells, left_out = [], []
     for cell in suite.cells:
         if (reason := misfit(cell, tokenizer, vocab_size)) is None:
-            kept.append(cell)
+            kept_cells.append(cell)
         else:
             left_out.append(f"{cell.label} at {cell.length}: {reason}")
-    if left_out and (not lenient or not (kept or suite.perplexities or suite.instruments)):
+    if left_out and (not lenient or not (kept_cells or suite.perplexities or suite.instruments)):
         raise Unusable("\n".join([*left_out, "--lengths names other lengths, a file of tasks other tasks"]))
-    return Suite(kept, suite.perplexities, suite.instruments, suite.instrument_length, left_out)
+    return Suite(kept_cells, suite.perplexities, suite.instruments, suite.instrument_length, left_out)
 
 
 def misfit(cell: Cell, tokenizer: TextTokens, vocab_size: int) -> str | None:

@@ -44,7 +44,7 @@ def losses_within(model: Reader, tokens_BT: Tensor, seq_len: int, chunk: int, ad
 
     Returns (L,), like `position_losses`.
     """
-    found = []
+    row_losses = []
     for start, before, end in short_rows(tokens_BT.shape[1] - 1, seq_len):
-        found.append(position_losses(model, tokens_BT[:, start : end + 1], chunk, advance)[before - start :])
-    return torch.cat(found)
+        row_losses.append(position_losses(model, tokens_BT[:, start : end + 1], chunk, advance)[before - start :])
+    return torch.cat(row_losses)

@@ -95,7 +95,7 @@ class HybridtronMixer(nn.Module):
         with torch.device("meta"):
             mixer = make_mixer(spec, sizes, SINGLE_RANK)
         self._mixer = (mixer,)  # in a tuple, so that its weights are not counted as the model's
-        self._first = (first or self,)  # in a tuple as well
+        self._first = (first or self,)  # in a tuple for the same reason
         table, names = spec.parameters(sizes), spec.exported_names(sizes)
         of_key = {key: name for name, weight in table.items() for key in weight.stored(name)}
         self._elsewhere = {theirs for theirs, ours in names.items() if first and table[of_key[ours[0]]].shared}
@@ -177,7 +177,7 @@ class HybridtronMixer(nn.Module):
 
 
 def _rows_of(table: dict[str, Any], names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, list[WeightRows]]]:
-    """Yield each weight of a mixer with the rows that it consists of here; rows adjacent in both are merged."""
+    """Yield each weight name of a mixer, with the rows here that make it up; rows adjacent in both are merged."""
     sizes = {key: shape[0] for name, weight in table.items() for key, shape in weight.stored(name).items()}
     lies: dict[str, WeightRows] = {}
     for theirs, ours in names.items():

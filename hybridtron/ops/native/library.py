@@ -3,9 +3,9 @@
     library()            the loaded functions, or the reason why there are none and the ops run in torch alone
     call("f", task, n)   call function f on a task structure with n threads
 
-The file name of a build is a digest of everything that it depends on: sources, compiler, flags and CPU. After a change
-of compiler, or on another kind of node that shares the home directory, no file has that name and a new one is built. A
-damaged file is built again (`hybridtron/compiled.py`).
+A build's file name is a digest of everything that it depends on: sources, compiler, flags and CPU. If the compiler
+changes, or another kind of node shares the home directory, no file has that name and a new one is built. A damaged file
+is built again (`hybridtron/compiled.py`).
 
 Not here: the functions' mathematics (the sources), and the ops that use them (`native.py` in the ops' folders).
 """

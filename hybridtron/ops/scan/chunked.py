@@ -14,7 +14,7 @@ At the last token of a chunk exp(a_{t+1}) G_{t+1} is the gradient of the state a
 state before it is exp(a_1) G_1. Where a document begins, its decay counts as 0 in both directions.
 
 Legend: as in `reference`; T tokens of one chunk. States are (B, E, N) at the boundary of the op and (B, N, E) inside,
-because a CPU is fast on long vectors of channels.
+because a CPU is fast on long vectors.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ScanChunk:
         self.delta_TBE = F.softplus(self.shifted_TBE)
         self.step_TBE = self.delta_TBE * self.x_TBE
         if self.starts_TB is not None:
-            self.begun = self.starts_TB.nonzero(as_tuple=True)  # few: a mask would read all tokens
+            self.begun = self.starts_TB.nonzero(as_tuple=True)  # few indices; a mask would read all tokens
 
     def forward(self, state_BNE: Tensor) -> tuple[Tensor, Tensor]:
         """Return y with the gate applied, and the state after the chunk."""
@@ -145,7 +145,7 @@ class ScanChunk:
     def backward(
         self, state_BNE: Tensor, grad_y_BTE: Tensor, grad_state_BNE: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Return gradients of (x, dt, B, C, z), of (A, D, dt_bias), and of the state before the chunk."""
+        """Return the gradients of (x, dt, B, C, z), (A, D, dt_bias) and the state before the chunk."""
         grad_y_TBE, decay_TBNE = grad_y_BTE.transpose(0, 1), self.decays()
         h_TBNE = self.states(decay_TBNE[:-1], state_BNE)
         grad_z_TBE = None

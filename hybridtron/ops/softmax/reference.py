@@ -3,8 +3,8 @@
     sums:       greatest = max_v l_v,   sum = sum_v exp(l_v - greatest),   picked = l_label
     gradients:  l_v <- exp(l_v - lse) (1 + 2 z_loss lse) - [v = label],   0 in masked rows
 
-where lse = greatest + log sum. If ranks hold parts of the vocabulary, they reduce their sums between the two ops, and
-lse is that of the full vocabulary. The gradient is that of lse - l_label + z_loss lse^2, as dlse / dl_v is the softmax.
+where lse = greatest + log sum. If ranks hold parts of the vocabulary, they reduce their sums between the two ops, so
+that lse covers all parts. The gradient is that of lse - l_label + z_loss lse^2, as dlse / dl_v is the softmax.
 
 Legend: C tokens, V vocabulary, or a part of it.
 """
@@ -30,7 +30,7 @@ class SoftmaxSumsInputs(NamedTuple):
 
 
 class SoftmaxGradientsInputs(NamedTuple):
-    """Logits, labels relative to the first logit, the mask of tokens in the loss, and the lse of each token."""
+    """Logits, labels relative to the first logit, the loss mask, and each token's lse."""
 
     logits_CV: Tensor
     labels_C: Tensor
@@ -40,7 +40,7 @@ class SoftmaxGradientsInputs(NamedTuple):
 
 
 class SoftmaxSums(NamedTuple):
-    """Each token's largest logit, sum of exp(logit - largest), and logit of its label (0 if the label is not here)."""
+    """Each token's largest logit, sum of exp(logit - largest), and label logit (0 if the label is not in this part)."""
 
     greatest_C: Tensor
     sum_C: Tensor

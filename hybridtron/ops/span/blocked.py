@@ -29,7 +29,7 @@ _flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
 class ChunkRun(NamedTuple):
     """Consecutive chunks that are computed together: slices of their queries, own keys and the blocks to choose from.
 
-    All have the same size, number of chosen blocks, and number of own keys before the first query.
+    All have the same size, equally many chosen blocks, and equally many own keys before the first query.
     """
 
     rows: slice
@@ -46,7 +46,7 @@ class ChunkRun(NamedTuple):
 
 
 def _parts(cut: SpanCut, chosen: Sequence[Tensor | None], length: int, total: int) -> Iterator[ChunkRun]:
-    """Yield all chunks of all rows, in runs of chunks that can be computed together."""
+    """Yield all chunks, grouped into runs that can be computed together."""
     for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
         most = 0 if chosen_RGTC is None else chosen_RGTC.shape[-1]
         spans = list(chunk_spans(cut, segment, total - length, most))

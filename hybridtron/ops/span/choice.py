@@ -4,9 +4,9 @@
            with landmarks one fixed vector per head replaces the block's queries (SE-Attn-LM)
     R_tj = sum over the query heads h of a group of  (sum over i of q_i^h) . c_j^h
 
-The queries summed are those of chunk t itself, as in the paper, or those of the chunk before it. With the first, early
-tokens of a chunk depend on later ones of the same chunk through the choice; with the second, no token does. The k
-blocks with the largest R_tj are read; ties go to the earlier block. The paper's softmax over R does not change the
+The summed queries are those of chunk t itself, as in the paper, or those of the chunk before it. With the first rule, a
+chunk's early tokens depend on its later ones through the choice; with the second, no token depends on a later one. The
+k blocks with the largest R_tj are read; ties go to the earlier block. The paper's softmax over R does not change the
 order and is left out. Its equations have one head; with groups of heads each key/value head chooses for itself, so that
 ranks with different heads need no communication. A choice is an index, so everything here runs without gradients.
 

@@ -1,8 +1,8 @@
 """Span-expanded attention by FlexAttention, for CUDA: one kernel over full rows, which skips tiles of unseen keys.
 
-The mask is a function of two small inputs: the chunk and the block of each token, and the table of the blocks that were
-chosen for each chunk. The tiles of 128 queries and 128 keys that are not empty follow from that table by two matrix
-products, so nothing of size L x L is ever stored. FlexAttention has no backward on a CPU; there its forward is tested.
+The mask is a function of two small inputs: each token's chunk and block, and the table of blocks that each chunk has
+chosen. Two matrix products with that table find the tiles (128 queries, 128 keys) that are not empty, so no L x L
+tensor is ever stored. FlexAttention has no backward on a CPU; there its forward is tested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOWHERE = -1
 
 
 class SpanPlaces(NamedTuple):
-    """The chunk and block of each token, numbered over all segments of a row, and the table of chosen blocks.
+    """Each token's chunk and block, numbered over a row's segments, and the table of chosen blocks.
 
     Keys that no segment may read have chunk and block -1. table_BGTU is True where a chunk has chosen a block.
     """
@@ -34,7 +34,7 @@ class SpanPlaces(NamedTuple):
 
 
 def places_of(inputs: SpanInputs) -> SpanPlaces:
-    """Compute the chunk and block of every token, and the table of chosen blocks, for all rows."""
+    """Compute each token's chunk and block, and the table of chosen blocks, for all rows."""
     q_BLHK, k_BSGK, _, cut, chosen = inputs
     (batch, length), (total, groups) = q_BLHK.shape[:2], k_BSGK.shape[1:3]
     device, counted = q_BLHK.device, [(0, 0)] * batch

@@ -1,10 +1,10 @@
-"""The state of span-expanded attention, and the choice of blocks from a document's past and from the row.
+"""Span-expanded attention's state, and the choice of blocks from a document's past and from the row.
 
 A row may begin anywhere in its document, even inside a chunk or a block. The state lets it continue as if the earlier
-tokens were in the row. It holds the summaries of the complete blocks to choose from, the query sums of the last blocks,
-and the queries of the unfinished block. (Keys and values are carried besides, as for any attention.) One exception: if
-a chunk's own queries choose, a row that ends inside a chunk chooses with the queries up to its end. So a document that
-is cut into rows gives the results of the uncut one only if the cuts are at multiples of M.
+tokens were in the row. It has summaries for the complete blocks to choose from, query sums for the last blocks, and the
+unfinished block's queries. (Keys and values are carried besides, as for any attention.) One exception: if a chunk's own
+queries choose, a row that ends inside a chunk chooses with the queries up to its end. So a document that is cut into
+rows gives the same results as uncut only if the cuts are at multiples of M.
 
 Legend as in `reference` and `choice`; P carried blocks.
 """
@@ -23,7 +23,7 @@ from hybridtron.ops.span.reference import SpanCut, SpanSegment
 
 
 class SpanPast(NamedTuple):
-    """Each row's queries of the unfinished block, and summaries and query sums of the last complete blocks.
+    """Each row's queries in the unfinished block, and summaries and query sums of its last complete blocks.
 
     When carried, entries are at the end of their axis, with zeros before them: (B, block - 1, H, K), (B, P, H, K),
     (B, P', H, K). For a segment that is being computed, its own queries, summaries and query sums follow.
@@ -35,9 +35,9 @@ class SpanPast(NamedTuple):
 
 
 class ChoiceRule(NamedTuple):
-    """The rule of choice: at most `most` blocks, by the queries of the `previous` chunk or the chunk's own.
+    """The rule that chooses a chunk's blocks: at most `most`, by the previous chunk's queries or by its own.
 
-    With landmarks these summarize the blocks, instead of the blocks' queries.
+    Landmarks, if given, replace the blocks' queries in the block summaries.
     """
 
     most: int
@@ -46,7 +46,7 @@ class ChoiceRule(NamedTuple):
 
 
 class CarriedBlocks(NamedTuple):
-    """The number of last blocks to carry: of their summaries (None for all), and of their query sums."""
+    """The number of last blocks that are carried: their summaries (None for all) and their query sums."""
 
     summaries: int | None
     sums: int
@@ -128,7 +128,7 @@ def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPa
 
 
 class OwnBlocks(NamedTuple):
-    """The blocks of a segment that end in one sequence shard of its rows, from `begin` to `end` - 1."""
+    """A segment's blocks that end in one sequence shard: those from `begin` to `end` - 1."""
 
     begin: int
     end: int
@@ -138,7 +138,7 @@ class OwnBlocks(NamedTuple):
 
 
 def own_blocks(cut: SpanCut, segment: SpanSegment, share: slice) -> OwnBlocks:
-    """Return the blocks of a segment that belong to a sequence shard: those whose last token it has."""
+    """Return the segment's blocks that belong to a sequence shard, because their last token is in it."""
     base = segment.start - segment.seen % cut.block
     counted = -(-(segment.stop - base) // cut.block)
 

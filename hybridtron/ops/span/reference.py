@@ -1,4 +1,4 @@
-"""Span-expanded attention (SE-Attn): each chunk of a document reads itself and selected blocks of the document's past.
+"""Span-expanded attention (SE-Attn): each chunk of a document reads itself and selected earlier blocks.
 
     chunk t  the tokens t M to t M + M - 1 of a document
     block j  the tokens j S to j S + S - 1 of it; S divides M
@@ -56,7 +56,7 @@ class SpanSegment(NamedTuple):
 
 
 class SpanCut(NamedTuple):
-    """The division of rows into segments, and the sizes of their chunks and blocks."""
+    """The division of rows into segments, chunks and blocks; `chunk`, `block` and `shift` count tokens."""
 
     chunk: int
     block: int
@@ -64,7 +64,7 @@ class SpanCut(NamedTuple):
     shift: int = 0
 
     def chunks(self, segment: SpanSegment) -> range:
-        """Return the numbers of all chunks that a segment touches, counted from the start of its document."""
+        """Return the indices of all chunks that a segment touches, counted from its document's start."""
         last = (segment.end_place - 1 + self.shift) // self.chunk
         return range((segment.seen + self.shift) // self.chunk, last + 1)
 
@@ -75,7 +75,7 @@ class SpanCut(NamedTuple):
 
 
 class ChunkSpan(NamedTuple):
-    """A chunk: the slices of its queries in the row and its own keys among all, and its number of chosen blocks."""
+    """A chunk: its queries' slice in the row, its own keys' slice among all keys, and how many blocks are chosen."""
 
     queries: slice
     keys: slice
@@ -105,7 +105,7 @@ def chosen_table(chosen_RGTC: Tensor, blocks: int) -> Tensor:
 
 
 def _visible(cut: SpanCut, segment: SpanSegment, chosen_RGTC: Tensor | None, device: torch.device) -> Tensor:
-    """Return a mask of a segment's keys that each of its queries sees, (1, 1, L, S) or (R, G, L, S)."""
+    """Return a segment's mask, True where a query sees a key, (1, 1, L, S) or (R, G, L, S)."""
     places_S = torch.arange(segment.first_place, segment.end_place, device=device)
     chunks_S = (places_S + cut.shift) // cut.chunk
     places_L, chunks_L = places_S[segment.kept :], chunks_S[segment.kept :]

@@ -1,7 +1,8 @@
-"""The rules of sparse attention at a cost that is linear in the tokens, as two kinds of parts.
+"""The rules of sparse attention as two kinds of parts, whose cost is linear in the tokens.
 
 Stretch  the keys are sorted by a class (a document, or a bin in it), and within a class as in the text. A query sees
-         a range of this order: the last keys of its class up to itself, or the first ones. All rules but `best` are so.
+         a range of this order: the last keys of its class up to itself, or the first ones. Every rule except `best` is
+         a stretch.
 Kept     a key is seen by every query from its own token on, until it is no longer among the best. A key that has left
          the best never returns, since the number of better keys only grows. So one number per key is enough.
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from hybridtron.ops.sparse.reference import Seen
 
 TILE = 64
-"""Queries in a tile, and keys in a band: queries of a document share tiles if their stretches end in the same band."""
+"""Queries in a tile. It is also the length of a band of keys: queries whose stretches end in one band share tiles."""
 
 
 class Tiles(NamedTuple):
@@ -36,7 +37,7 @@ class PatternPart(Protocol):
     """Pairs of a query and a key that it sees."""
 
     def sees(self, tiles: Tiles) -> Tensor:
-        """Return a mask of the tile's keys that each of its queries sees by this part, (T, Q, W)."""
+        """Return a mask for each tile, True where this part lets a query see a key, (T, Q, W)."""
         ...
 
     def tiles(self) -> Tiles:
@@ -108,14 +109,14 @@ class Kept(NamedTuple):
 
 
 def parts_of(seen: Seen, length: int) -> Iterator[PatternPart]:
-    """Yield the parts of a budget, one for each of its rules; two parts may contain the same pair."""
+    """Yield one part for each rule in the budget; two parts may contain the same pair."""
     yield from (part for part, _ in stretches_of(seen, length))
     if seen.scores_RS is not None:
         yield kept(seen.documents_RS, seen.scores_RS, length, seen.budget.best)
 
 
 def stretches_of(seen: Seen, length: int) -> Iterator[tuple[Stretch, int]]:
-    """Yield the parts of all rules but `best`, each with the maximum number of keys that a query sees in it."""
+    """Yield the stretch for each rule but `best`, with the maximum number of keys that a query sees in it."""
     budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, _ = seen
     own_RL = documents_RS[:, -length:].contiguous()
     if budget.recent:

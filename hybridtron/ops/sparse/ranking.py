@@ -61,7 +61,7 @@ def doubled_sums(x_RLN: Tensor, documents_RL: Tensor) -> Tensor:
 
 
 def candidates(seed: int, rows: int, length: int, most: int, device: torch.device) -> Tensor:
-    """Draw random tokens of each row, (R, C) in int64, as a function of the seed."""
+    """Draw at most `most` random tokens from each row, (R, C) in int64, as a function of the seed."""
     numbers_RL = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed >> 1), dtype=torch.float64)
     return numbers_RL.topk(min(most, length), dim=-1).indices.to(device, non_blocking=True)
 
@@ -70,7 +70,7 @@ def candidates(seed: int, rows: int, length: int, most: int, device: torch.devic
 def worth_of_keys(
     q_RLN: Tensor, documents_RL: Tensor, first: int, k_RCN: Tensor, documents_RC: Tensor, chosen_RC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum in y of every candidate, and its number of queries, both (R, C).
+    """Return each candidate's sum in y, and its number of queries, both (R, C).
 
     `chosen_RC` has the candidates' positions in the row; the first query has position `first`.
     """

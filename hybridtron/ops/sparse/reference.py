@@ -63,7 +63,7 @@ class SparseInputs(NamedTuple):
 
 
 def visible_keys(seen: Seen, length: int) -> Tensor:
-    """Apply the rules: return a mask of the keys that each of the last `length` tokens sees, (R, L, S)."""
+    """Apply the rules: return a mask for the last `length` tokens, True where one sees a key, (R, L, S)."""
     budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, scores_RS = seen
     total = documents_RS.shape[1]
     index_S = torch.arange(total, device=documents_RS.device)

@@ -1,4 +1,4 @@
-"""Sparse attention by tiles: each part of the pattern, a few tiles at a time, without a matrix of all pairs.
+"""Sparse attention by tiles: part after part, a few tiles at a time, without a matrix over all pairs.
 
 Every part has its own tiles; a later part leaves out the pairs of earlier ones. Sums are rescaled from part to part, as
 flash attention does from block to block, and backward recomputes the weights from the kept log-sum-exps. Time and

@@ -117,7 +117,7 @@ class DiscreteChunk:
     def backward(
         self, state_BGNV: Tensor, grad_y_BTHP: Tensor, grad_state_BGNV: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Return gradients of (x, dt, B, C), of (A, D, dt_bias), and of the state before the chunk."""
+        """Return the gradients of (x, dt, B, C), (A, D, dt_bias) and the state before the chunk."""
         grad_y_BGTV = _grouped(grad_y_BTHP, state_BGNV.shape[1])
         of = self.core.backward(state_BGNV, grad_y_BGTV, grad_state_BGNV)
         grad_v_BTHP = of.v_BGTV.transpose(1, 2).reshape(self.x_BTHP.shape)
@@ -195,7 +195,7 @@ class GivenChunk:
     def backward(
         self, state_BGNV: Tensor, grad_y_BTHP: Tensor, grad_state_BGNV: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Return gradients of (v, g, k, q, step, own_step), of D, and of the state before the chunk."""
+        """Return the gradients of (v, g, k, q, step, own_step), (D,) and the state before the chunk."""
         of_worth_BTH = of_own_step_BTH = of_scores_BTH = of_step_BTH = None
         if self._own_worth is not None:
             of_worth_BTH = (grad_y_BTHP * self.v_BTHP).sum(-1)

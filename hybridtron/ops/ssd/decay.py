@@ -1,4 +1,4 @@
-"""The recurrence with one log-decay per head, a chunk of tokens at a time: the core of SSD and of similar mixers.
+"""The recurrence with one log-decay per head, a chunk of tokens at a time: the core of SSD and similar mixers.
 
     h_t = exp(g_t) h_{t-1} + k_t v_t^T,   y_t = h_t^T q_t,   g_t <= 0          (Dao and Gu 2024, section 6)
 
@@ -81,7 +81,7 @@ def decays(exponent: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 class DecayGradients(NamedTuple):
-    """Gradients of a chunk's inputs, and of the state before it."""
+    """Gradients of a chunk's inputs and the state before it."""
 
     q_BGTN: Tensor
     k_BGTN: Tensor
@@ -155,7 +155,7 @@ class DecayChunk:
         return DecayGradients(grad_q_BGTN, grad_k_BGTN, grad_v_BGTV, grad_g_BGRT, grad_before_BGNV)
 
     def _backward_within(self, grad_y_BGTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of scores, values and sums of g through the pairs of tokens in the chunk."""
+        """Return the gradients of the scores, v and S through the token pairs in the chunk."""
         grad_y_BGRTP, between_BGRTT = self._by_head(grad_y_BGTV), self.between()
         scores_BG1TT = self.scores().unsqueeze(2)
         grad_v_BGRTP = (scores_BG1TT * between_BGRTT).mT @ grad_y_BGRTP
@@ -163,7 +163,7 @@ class DecayChunk:
         grad_scores_BGTT = grad_mix_BGRTT.sum(2)
         grad_exponent_BGRTT = grad_mix_BGRTT.mul_(scores_BG1TT)
         grad_exponent_BGRTT.diagonal(dim1=-2, dim2=-1).zero_()  # S_i - S_i does not depend on g
-        # in float64, since the gradient of a pair of tokens that both follow t cancels in the gradient of g_t
+        # in float64, since pairs whose tokens are both at or after t cancel in the gradient of g_t
         gain_BGRT = grad_exponent_BGRTT.sum(-1, dtype=torch.float64) - grad_exponent_BGRTT.sum(-2, dtype=torch.float64)
         return grad_scores_BGTT, grad_v_BGRTP.transpose(2, 3).flatten(3), gain_BGRT
 

@@ -4,8 +4,8 @@
     theta_t = sum of turns of t's document in its block up to t + carry of the block, if the document began before it
     carry   = sum of the same document's turns in all blocks before, modulo 2 pi
 
-Differences of sums over the row would leave the rounding errors of other documents in a document's angles. Sums inside
-a block are in fp32 and amount to few rotations; sums over blocks are in float64.
+Differences of sums over the row would leave other documents' rounding errors in a document's angles. Sums inside a
+block are in fp32 and amount to few rotations; sums over blocks are in float64.
 
 Legend: as in `reference`; K blocks of T tokens, C = H S.
 """

@@ -98,7 +98,7 @@ def adapted_projections(
     """Map the weight name of each projection with adapters to its parts."""
     if adapters is None:
         return {}
-    found = {}
+    parts_by_weight = {}
     for name, weight in table.items():
         if not is_projection(name, weight):
             continue
@@ -107,8 +107,8 @@ def adapted_projections(
             for key, (part, rows) in zip(weight.stored(name), weight.parts or (("", weight.shape[0]),), strict=True)
         )
         if any(part.adapted for part in parts):
-            found[name] = parts
-    return found
+            parts_by_weight[name] = parts
+    return parts_by_weight
 
 
 def is_projection(name: str, weight: Parameter) -> bool:
@@ -121,7 +121,9 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
     rows = {}
     for name, parts in adapted_projections(table, adapters).items():
         assert adapters is not None
-        weight, where, rank = table[name], name.removesuffix("weight") + "adapter", adapters.rank
+        weight = table[name]
+        where = name.removesuffix("weight") + "adapter"
+        rank = adapters.rank
         chosen = [part for part in parts if part.adapted]
         by_inputs = any(cut.axis == 1 for cut in weight.cuts)
         by_outputs = any(cut.axis == 0 for cut in weight.cuts)
@@ -160,11 +162,11 @@ def adapter_problems(table: Mapping[str, Parameter], adapters: AdaptersConfig) -
     """
     projections = {name: weight for name, weight in table.items() if is_projection(name, weight)}
     names = [key for name, weight in projections.items() for key in dict.fromkeys((name, *weight.stored(name)))]
-    there = list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", name) for name in names))
+    projection_names = list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", name) for name in names))
     if not adapters.weights:
-        yield Problem("weights", f"is empty: name projections; there are {', '.join(there)}")
+        yield Problem("weights", f"is empty: name projections; there are {', '.join(projection_names)}")
     for pattern in adapters.weights:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = did_you_mean(pattern, there)
-            what = f"has {pattern!r}, which is the name of no projection{near}; there are {', '.join(there)}"
+            near = did_you_mean(pattern, projection_names)
+            what = f"has {pattern!r}, which is the name of no projection{near}; there are {', '.join(projection_names)}"
             yield Problem("weights", what)

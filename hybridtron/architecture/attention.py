@@ -103,7 +103,8 @@ class HeadsSpec(MixerSpec):
         read = self.input_width(model)
         # Queries and keys/values are two weights, because every rank replicates key/value heads if they are few.
         head = linear(queries, read, cut=Cut(0, unit=self.head(model)))
-        pair, shared = (("k", keys), ("v", keys)), Cut(0, unit=self.head(model), replicate=True)
+        pair = (("k", keys), ("v", keys))
+        shared = Cut(0, unit=self.head(model), replicate=True)
         heads_kv = replace(head, shape=(2 * keys, read), parts=pair, cuts=(shared,), partial_gradient=True)
         table = {
             "q.weight": head,

@@ -62,8 +62,8 @@ class Sharded(ABC):
 
     def active_cuts(self, layout: Mapping[str, int]) -> list[Cut]:
         """Return the cuts that apply in a layout, given as the number of ranks in each dimension."""
-        found = (self.cut_over(dimension, ranks) for dimension, ranks in layout.items())
-        return [cut for cut in found if cut is not None]
+        cuts = (self.cut_over(dimension, ranks) for dimension, ranks in layout.items())
+        return [cut for cut in cuts if cut is not None]
 
 
 @dataclass(frozen=True)

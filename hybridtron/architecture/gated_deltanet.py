@@ -53,6 +53,6 @@ class GatedDeltaNetSpec(DeltaRuleSpec):
             yield Problem("key_heads", f"is {self.key_heads}, must divide heads={self.heads}: {fitting}")
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
-        yield from (found := list(super().layout_problems(model, tensor)))
-        if not found and self.num_key_heads % tensor:
+        yield from (problems := list(super().layout_problems(model, tensor)))
+        if not problems and self.num_key_heads % tensor:
             yield Problem("key_heads", f"is {self.key_heads}, which {tensor} ranks can't share evenly")

@@ -80,7 +80,8 @@ class LinearAttentionSpec(MixerSpec):
             "out_proj.weight": output_linear(width, values, model.num_sublayers),
         }
         if self.conv:
-            shape, taps = (2 * keys + values, self.conv), Uniform(self.conv**-0.5)
+            shape = (2 * keys + values, self.conv)
+            taps = Uniform(self.conv**-0.5)
             table["conv_weight"] = Parameter(shape, taps, cuts=(Cut(0),), parts=self.convolved(model))
         return table
 
@@ -132,8 +133,9 @@ class LinearAttentionSpec(MixerSpec):
             yield self._uneven("heads", "expand_v", values)
 
     def _uneven(self, option: str, expand: str, channels: int) -> Problem:
-        heads, made = getattr(self, option), f"the {channels} channels that {expand}={getattr(self, expand)} makes"
-        return Problem(option, f"is {heads}, must divide {made}: {choice(divisors_near(channels, heads))}")
+        heads = getattr(self, option)
+        whole = f"the {channels} channels that {expand}={getattr(self, expand)} makes"
+        return Problem(option, f"is {heads}, must divide {whole}: {choice(divisors_near(channels, heads))}")
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
         if self.heads % tensor:  # even if the channels could be divided

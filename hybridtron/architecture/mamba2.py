@@ -84,10 +84,11 @@ class Mamba2Spec(RecurrenceSpec):
         return self.inner(model) // self.head_dim
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        width, inner, heads, both = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
+        width, inner, heads, bc_size = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
         # every rank replicates B and C if groups are few, and uses them for its own heads
-        pair, shared = (("B", both), ("C", both)), Cut(0, unit=self.state, replicate=True)
-        bc = replace(linear(2 * both, width, parts=pair), cuts=(shared,), partial_gradient=True)
+        bc_parts = (("B", bc_size), ("C", bc_size))
+        shared = Cut(0, unit=self.state, replicate=True)
+        bc = replace(linear(2 * bc_size, width, parts=bc_parts), cuts=(shared,), partial_gradient=True)
         taps = Uniform(self.conv**-0.5)
         per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),))
         return {
@@ -95,8 +96,8 @@ class Mamba2Spec(RecurrenceSpec):
             "bc_proj.weight": bc,
             "x_conv_weight": Parameter((inner, self.conv), taps, cuts=(Cut(0),)),
             "x_conv_bias": Parameter((inner,), taps, decay=False, cuts=(Cut(0),)),
-            "bc_conv_weight": replace(bc, shape=(2 * both, self.conv), init=taps, fp8=False),
-            "bc_conv_bias": replace(bc, shape=(2 * both,), init=taps, decay=False, fp8=False),
+            "bc_conv_weight": replace(bc, shape=(2 * bc_size, self.conv), init=taps, fp8=False),
+            "bc_conv_bias": replace(bc, shape=(2 * bc_size,), init=taps, decay=False, fp8=False),
             "dt_bias": replace(per_head, init=InverseSoftplus(self.dt_min, self.dt_max)),
             "A_log": replace(per_head, init=LogUniform(self.a_min, self.a_max)),
             "D": per_head,
@@ -133,23 +134,23 @@ class Mamba2Spec(RecurrenceSpec):
     def activation_values(self, model: ModelSizes) -> int:
         # z, x, the convolved x, y and what is made of it; B and C before and after the convolution; dt, beside z and x
         # and alone; without a norm in fp32 the factors of heads that stand for it
-        of_heads = (2 if self.norm else 4) * self.num_heads(model)
-        own = 5 * self.inner(model) + 4 * self.groups * self.state + of_heads
-        return own + self.branch_values(model)
+        head_values = (2 if self.norm else 4) * self.num_heads(model)
+        mixer_values = 5 * self.inner(model) + 4 * self.groups * self.state + head_values
+        return mixer_values + self.branch_values(model)
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        own = super().whole_values(model, tensor)
+        values = super().whole_values(model, tensor)
         if self.groups % tensor:  # B and C, as groups can't be shared out, and the scale of their norm in fp32
-            own += 4 * self.groups * self.state + model.wide * self.num_heads(model) // tensor
-        return own
+            values += 4 * self.groups * self.state + model.wide * self.num_heads(model) // tensor
+        return values
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan, whose output is gone, also as normed: gradients of the output, z and x; in fp32 the state before
         # every chunk and its gradient, B's and C's in two parts, and some ten numbers a head
         chunk = kernel_chunk(self.head_dim, self.state, model)
-        inner, both = self.inner(model), 2 * self.groups * self.state
+        inner, bc_values = self.inner(model), 2 * self.groups * self.state
         in_fp32 = 2 * inner * self.state // chunk + 10 * self.num_heads(model)
-        return (3 - 2) * inner + 3 * both + model.wide * in_fp32
+        return (3 - 2) * inner + 3 * bc_values + model.wide * in_fp32
 
     def read_values(self, model: ModelSizes) -> int:
         return self.inner(model) + 2 * self.groups * self.state + self.num_heads(model)
@@ -158,12 +159,15 @@ class Mamba2Spec(RecurrenceSpec):
         return self.num_heads(model)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        heads, both = self.num_heads(model), self.groups * self.state
+        heads, bc_size = self.num_heads(model), self.groups * self.state
         return super().state_parts(model) | {
             "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, cuts=(Cut(0),)),
             "x_conv": StatePart("conv", (self.conv - 1, self.inner(model)), cuts=(Cut(1),)),
             "bc_conv": StatePart(
-                "conv", (self.conv - 1, 2 * both), parts=(both, both), cuts=(Cut(1, unit=self.state, replicate=True),)
+                "conv",
+                (self.conv - 1, 2 * bc_size),
+                parts=(bc_size, bc_size),
+                cuts=(Cut(1, unit=self.state, replicate=True),),
             ),
         }
 

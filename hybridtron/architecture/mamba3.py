@@ -62,10 +62,11 @@ class Mamba3Spec(MixerSpec):
         return int(self.state * self.turned) // 2
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        width, inner, heads, both = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
+        width, inner, heads, bc_size = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
         # every rank replicates all angles, and B and C if groups are few, and uses them for its own heads
-        pair, shared = (("B", both), ("C", both)), Cut(0, unit=self.state, replicate=True)
-        bc = replace(linear(2 * both, width, parts=pair), cuts=(shared,), partial_gradient=True)
+        bc_parts = (("B", bc_size), ("C", bc_size))
+        shared = Cut(0, unit=self.state, replicate=True)
+        bc = replace(linear(2 * bc_size, width, parts=bc_parts), cuts=(shared,), partial_gradient=True)
         angles = replace(linear(self.angles, width, fp8=False), cuts=(), partial_gradient=True)
         fused = (("z", inner), ("x", inner), ("dt", heads), ("A", heads), ("trap", heads))
         per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),))

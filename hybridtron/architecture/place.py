@@ -31,14 +31,14 @@ class PlaceSpec:
 def place_problems(pattern: Pattern, specs: Mapping[str, PlaceSpec]) -> list[Problem]:
     """List sub-layers at positions where they are not allowed."""
     borders = set(itertools.accumulate(pattern.stages))
-    found = []
-    for at, letter in enumerate(pattern.letters):
-        after = pattern.letters[at + 1] if at + 1 < len(pattern.letters) else None
+    problems = []
+    for index, letter in enumerate(pattern.letters):
+        after = pattern.letters[index + 1] if index + 1 < len(pattern.letters) else None
         if letter in specs and specs[letter].feeds_next:
-            found += _feeder_problems(letter, after, specs, at + 1 in borders)
+            problems += _feeder_problems(letter, after, specs, index + 1 in borders)
         if letter in specs and specs[letter].beside:
-            found += _beside_problems(letter, pattern.letters[at - 1] if at else None, specs, at in borders)
-    return list(dict.fromkeys(found))
+            problems += _beside_problems(letter, pattern.letters[index - 1] if index else None, specs, index in borders)
+    return list(dict.fromkeys(problems))
 
 
 def _feeder_problems(

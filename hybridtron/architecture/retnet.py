@@ -39,6 +39,6 @@ class RetNetSpec(LinearAttentionSpec):
         return value, key
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
-        yield from (found := list(super().problems(model, max_seq_len)))
-        if not found and (key := self.head_sizes(model)[0]) % 2:
-            yield Problem("heads", f"is {self.heads}, which makes heads of {key} keys: rotary positions turn pairs")
+        yield from (problems := list(super().problems(model, max_seq_len)))
+        if not problems and (keys := self.head_sizes(model)[0]) % 2:
+            yield Problem("heads", f"is {self.heads}, which makes heads of {keys} keys: rotary positions turn pairs")

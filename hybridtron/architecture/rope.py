@@ -76,8 +76,8 @@ class RopeOptions:
         used = OF_SCALE.get(self.scale or "", ())
         for name in [name for name in chosen if name not in ("base", "scale", *used)]:
             owners = [scale for scale, names in OF_SCALE.items() if name in names]
-            found = f"scale is {self.scale}" if self.scale else "there is no scale"
-            yield Problem(name, f"is {chosen[name]}, but {found}: leave it out, or use scale={' or '.join(owners)}")
+            fact = f"scale is {self.scale}" if self.scale else "there is no scale"
+            yield Problem(name, f"is {chosen[name]}, but {fact}: leave it out, or use scale={' or '.join(owners)}")
         meanings = {"factor": "how many times as long rows are to be, such as 4.0", "original": "as in original=8192"}
         for name, meaning in meanings.items():
             if name in used and getattr(self, name) is None:
@@ -99,10 +99,11 @@ class SelfExtendOptions:
 
 def with_rope(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a letter's options with the former key renamed to `rope`. Raises ValueError if both set a base."""
-    found = dict(options)
-    if FORMER not in found:
-        return found
-    base, rope = found.pop(FORMER), found.get("rope", {})
+    renamed = dict(options)
+    if FORMER not in renamed:
+        return renamed
+    base = renamed.pop(FORMER)
+    rope = renamed.get("rope", {})
     if isinstance(rope, Mapping) and "base" not in rope:
-        return {**found, "rope": NO_POSITIONS if base is None and not rope else {"base": base, **rope}}
+        return {**renamed, "rope": NO_POSITIONS if base is None and not rope else {"base": base, **rope}}
     raise ValueError(f"is {base}, the former name of rope.base, but rope is set too: leave {FORMER} out")

@@ -47,7 +47,8 @@ class RWKV6Spec(MixerSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width, depth = model.width, model.nth_of_kind / max(1, model.layers_of_kind - 1)
-        of_heads, norm = Cut(0, unit=self.head_dim), ((model.nth_of_kind + 1) / model.layers_of_kind) ** 0.7
+        of_heads = Cut(0, unit=self.head_dim)
+        norm = ((model.nth_of_kind + 1) / model.layers_of_kind) ** 0.7
         lengths = {"r": 1.0, "k": 0.1, "v": 1.0, "g": 0.1}
         projections = {
             f"{name}_proj.weight": Parameter((width, width), Orthogonal(length), cuts=(of_heads,), fp8=True)
@@ -76,7 +77,8 @@ class RWKV6Spec(MixerSpec):
 
     def _mixes(self, model: ModelSizes) -> dict[str, Parameter]:
         """Return the parameters that mix a token with the previous one, for five streams."""
-        depth, inner = model.nth_of_kind / max(1, model.layers_of_kind - 1), len(STREAMS) * self.mix_rank
+        depth = model.nth_of_kind / max(1, model.layers_of_kind - 1)
+        inner = len(STREAMS) * self.mix_rank
         slow, fast = mix_start(model), mix_start(model, power=0.5)
         starts = {"r": fast, "w": slow, "k": slow, "v": mix_start(model, less=0.3 * depth), "g": fast}
         return {

@@ -51,9 +51,9 @@ class SharedBlockSpec(HeadsSpec):
             "gate_up.weight": linear(2 * hidden, width, parts=(("gate", hidden), ("up", hidden))),
             "down.weight": linear(width, hidden, cut=Cut(1)),
         }
-        own = {"linear.weight": output_linear(width, width, model.num_sublayers), **self._pairs(model, table)}
+        unshared = {"linear.weight": output_linear(width, width, model.num_sublayers), **self._pairs(model, table)}
         shared = {name: replace(weight, shared=True) for name, weight in table.items()}
-        return {name: replace(weight, fp8=False) for name, weight in (shared | own).items()}
+        return {name: replace(weight, fp8=False) for name, weight in (shared | unshared).items()}
 
     def _pairs(self, model: ModelSizes, table: dict[str, Parameter]) -> dict[str, Parameter]:
         """Return the low-rank pairs: A reads its projection's input, in full on every rank, and B is cut as the
@@ -62,15 +62,15 @@ class SharedBlockSpec(HeadsSpec):
         beside = {"gate_up": table["gate_up.weight"]}
         if self.adapt_attention:
             keys = self.channels(model)[1]
-            both = table["kv.weight"]
-            one = replace(both, shape=(keys, both.shape[1]), parts=())
-            beside |= {"q": table["q.weight"], "k": one, "v": one}
-        found = {}
+            kv_weight = table["kv.weight"]
+            half_weight = replace(kv_weight, shape=(keys, kv_weight.shape[1]), parts=())
+            beside |= {"q": table["q.weight"], "k": half_weight, "v": half_weight}
+        pairs = {}
         for name, weight in beside.items():
             rows, read = weight.shape
-            found[f"{name}_A.weight"] = replace(linear(self.rank, read), cuts=(), partial_gradient=True)
-            found[f"{name}_B.weight"] = replace(weight, shape=(rows, self.rank), init=Orthogonal(0.0))
-        return found
+            pairs[f"{name}_A.weight"] = replace(linear(self.rank, read), cuts=(), partial_gradient=True)
+            pairs[f"{name}_B.weight"] = replace(weight, shape=(rows, self.rank), init=Orthogonal(0.0))
+        return pairs
 
     def exported_names(self, model: ModelSizes) -> Names:
         names = super().exported_names(model) | {

@@ -118,10 +118,10 @@ class SpanSpec(HeadsSpec):
 
     def _visible(self, seq_len: int, chunk: int) -> float:
         """Return the mean number of positions that a token sees, itself included."""
-        own = visible_tokens(min(seq_len, chunk), None)
+        in_chunk = visible_tokens(min(seq_len, chunk), None)
         most = 0 if self.memory in ("none", "shifted") else self.blocks * self.block
         begins = range(0, seq_len, chunk)
-        return own + sum(min(most, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
+        return in_chunk + sum(min(most, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         """Return the state parts that training carries."""

@@ -107,9 +107,15 @@ class SparseOptions:
     @property
     def slots(self) -> int:
         """Maximum number of carried keys: those that later queries may see by any rule."""
-        each = self.keys // len(PATTERNS[self.pattern])
-        of_bins = self.columns if self.bins == "argmax" else 2**self.columns
-        rules = {"recent": each - 1, "first": each, "strided": each, "bin": of_bins * each, "best": each}
+        num_keys = self.keys // len(PATTERNS[self.pattern])
+        num_bins = self.columns if self.bins == "argmax" else 2**self.columns
+        rules = {
+            "recent": num_keys - 1,
+            "first": num_keys,
+            "strided": num_keys,
+            "bin": num_bins * num_keys,
+            "best": num_keys,
+        }
         return sum(rules[rule] for rule in PATTERNS[self.pattern])
 
     def parameters(self, sizes: BranchSizes, projected: bool, copied: tuple[str, ...]) -> dict[str, Parameter]:
@@ -177,9 +183,9 @@ class SparseOptions:
         if self.keys % len(rules):
             yield Problem("keys", f"is {self.keys}, must be even: the two rules of {self.pattern} share them equally")
         if "strided" in rules and self.stride is None:
-            each = self.keys // len(rules)
-            what = f"must be set for {self.pattern}: the longest sequence divided by the {each} keys of this rule"
-            yield Problem("stride", f"{what} ({max(1, max_seq_len // max(1, each))})")
+            num_keys = self.keys // len(rules)
+            what = f"must be set for {self.pattern}: the longest sequence divided by the {num_keys} keys of this rule"
+            yield Problem("stride", f"{what} ({max(1, max_seq_len // max(1, num_keys))})")
         if "strided" not in rules and self.stride is not None:
             yield Problem("stride", f"is {self.stride}, but {self.pattern} has no rule with a stride: leave it out")
         if not self.hashed and (self.hashes is not None or self.centre != "features"):

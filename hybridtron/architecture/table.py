@@ -93,27 +93,27 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
     """Parse the model's pattern and letters. Raises ConfigError with all problems, for rows of up to `longest`
     tokens.
     """
-    found = list(limit_problems(model, "model"))
+    problems = list(limit_problems(model, "model"))
     specs: dict[str, MixerSpec] = {}
     for letter, options in model.layers.items():
         where = f"model.layers.{letter}"
         if len(letter) != 1 or letter.isspace() or letter in RESERVED:
-            found.append(Problem(where, f"is no letter: use one character, not a space or one of {RESERVED}"))
+            problems.append(Problem(where, f"is no letter: use one character, not a space or one of {RESERVED}"))
         try:
             specs[letter] = _spec(where, dict(options))
         except ConfigError as error:
-            found += error.problems
+            problems += error.problems
     pattern = Pattern((), ())
     try:
         pattern = parse(model.pattern, model.layers)
     except PatternError as error:
-        found.append(Problem("model.pattern", str(error)))
+        problems.append(Problem("model.pattern", str(error)))
     sizes = ModelSizes(model.width, len(pattern.letters) or 1)
     for letter, spec in specs.items() if model.width >= 1 else ():
-        found += [Problem(f"model.layers.{letter}.{p.key}", p.message) for p in spec.problems(sizes, longest)]
-    found += place_problems(pattern, specs)
-    if found:
-        raise ConfigError(found)
+        problems += [Problem(f"model.layers.{letter}.{p.key}", p.message) for p in spec.problems(sizes, longest)]
+    problems += place_problems(pattern, specs)
+    if problems:
+        raise ConfigError(problems)
     return Architecture(pattern.letters, tuple(specs[letter] for letter in pattern.letters), sizes, pattern.stages)
 
 
@@ -127,11 +127,11 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
         options = SPECS[kind].renamed(options)
     except ValueError as error:
         raise ConfigError([Problem(f"{where}.{FORMER}", str(error))]) from error
-    if found := _option_problems(SPECS[kind], kind, options, where):
-        raise ConfigError(found)
+    if problems := _option_problems(SPECS[kind], kind, options, where):
+        raise ConfigError(problems)
     spec = SPECS[kind](**options)
-    if found := list(limit_problems(spec, where)):
-        raise ConfigError(found)
+    if problems := list(limit_problems(spec, where)):
+        raise ConfigError(problems)
     return spec
 
 
@@ -180,17 +180,17 @@ def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Pa
 def _option_problems(schema: type, what: str, options: Mapping[str, Any], where: str) -> list[Problem]:
     hints = _hints(schema)
     names = [f.name for f in dataclasses.fields(schema)]
-    found = []
+    problems = []
     for name, value in options.items():
         below = next((kind for kind in _alternatives(hints.get(name)) if dataclasses.is_dataclass(kind)), None)
         if name not in names:
             near = did_you_mean(name, names)
-            found.append(Problem(f"{where}.{name}", f"is no option of {what}{near}; {_known(names)}"))
+            problems.append(Problem(f"{where}.{name}", f"is no option of {what}{near}; {_known(names)}"))
         elif isinstance(below, type) and isinstance(value, Mapping):
-            found += _option_problems(below, name, value, f"{where}.{name}")
+            problems += _option_problems(below, name, value, f"{where}.{name}")
         elif not _fits(value, hints[name]):
-            found.append(Problem(f"{where}.{name}", f"is {value!r}, must be {_type_name(hints[name])}"))
-    return found
+            problems.append(Problem(f"{where}.{name}", f"is {value!r}, must be {_type_name(hints[name])}"))
+    return problems
 
 
 @functools.cache
@@ -209,7 +209,7 @@ def _fits(value: Any, hint: Any) -> bool:
         if isinstance(value, bool) and kind is not bool:
             continue
         if typing.get_origin(kind) is list:
-            if isinstance(value, list) and all(_fits(each, *typing.get_args(kind)) for each in value):
+            if isinstance(value, list) and all(_fits(item, *typing.get_args(kind)) for item in value):
                 return True
             continue
         if isinstance(value, (int, float) if kind is float else kind):

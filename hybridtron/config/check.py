@@ -46,7 +46,7 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
     """
     phases = resolve(config)
     of_phases = [*limit_problems(config.phases, "phases"), *phase_problems(config, phases)]
-    found = [
+    problems = [
         *of_phases,
         *export_problems(phases),
         *([] if of_phases else [*export_folder_problems(config, phases), *_profile(config)]),
@@ -56,10 +56,10 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
         *spelled_secrets(asdict(config)),
     ]
     for section in ("run", "checkpoint", "cluster", "parallel"):
-        found += limit_problems(getattr(config, section), section)
+        problems += limit_problems(getattr(config, section), section)
     for phase in phases:
-        found += [Problem(phase.key(one.key), one.message) for one in _as_trained(phase, world_size)]
-    return list(dict.fromkeys(found))
+        problems += [Problem(phase.key(problem.key), problem.message) for problem in _as_trained(phase, world_size)]
+    return list(dict.fromkeys(problems))
 
 
 def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
@@ -67,7 +67,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
 
     The keys are those of the run's sections; `check` translates them to the phase's own.
     """
-    longest = max((one.seq_len for one in phase.config.phases if one.seq_len > 0), default=sys.maxsize)
+    longest = max((settings.seq_len for settings in phase.config.phases if settings.seq_len > 0), default=sys.maxsize)
     of_model = model_problems(phase.model, longest)
     yield from of_model
     if (adapters := phase.model.adapters) is not None and not of_model:
@@ -96,8 +96,8 @@ def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator
 
 def require(config: Config, world_size: int | None = None) -> None:
     """Raise ConfigError with all problems, if there are any."""
-    if found := check(config, world_size):
-        raise ConfigError(found)
+    if problems := check(config, world_size):
+        raise ConfigError(problems)
 
 
 def warnings(config: Config) -> list[str]:
@@ -106,25 +106,25 @@ def warnings(config: Config) -> list[str]:
     The configuration must have passed `check`.
     """
     pattern = parse(config.model.pattern, config.model.layers)
-    found = [
+    texts = [
         f"model.layers.{letter} is defined, but model.pattern does not use it"
         for letter in config.model.layers
         if letter not in pattern.letters
     ]
     if config.parallel.sequence and config.parallel.tensor == 1:
-        found.append("parallel.sequence=true has no effect: it belongs to parallel.tensor of at least 2")
+        texts.append("parallel.sequence=true has no effect: it belongs to parallel.tensor of at least 2")
     if config.parallel.regather and not (config.parallel.sequence and config.parallel.tensor > 1):
-        found.append("parallel.regather=true has no effect: it belongs to parallel.sequence=true on several ranks")
+        texts.append("parallel.regather=true has no effect: it belongs to parallel.sequence=true on several ranks")
     elif config.parallel.regather and (config.parallel.transformer_engine or config.precision.name in FP8_MULTIPLES):
-        found.append("parallel.regather=true has no effect on layers of Transformer Engine, or that multiply in FP8")
+        texts.append("parallel.regather=true has no effect on layers of Transformer Engine, or that multiply in FP8")
     if len(pattern.stages) > 1 and chunk_count(config.parallel) == 1:
-        found.append("model.pattern has stage borders, which parallel.pipeline=1 does not use")
+        texts.append("model.pattern has stage borders, which parallel.pipeline=1 does not use")
     if not SHAPES[config.optim.schedule].uses_decay and config.optim.decay != OptimConfig.decay:
         users = " or ".join(name for name, shape in SHAPES.items() if shape.uses_decay)
-        found.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule={users}")
+        texts.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule={users}")
     if config.model.init is not Start.mamba and config.model.embedding_std != ModelConfig.embedding_std:
-        found.append(f"model.embedding_std={config.model.embedding_std} has no effect: it belongs to model.init=mamba")
-    return [*found, *states_warnings(resolve(config)), *precision_warnings(config.precision)]
+        texts.append(f"model.embedding_std={config.model.embedding_std} has no effect: it belongs to model.init=mamba")
+    return [*texts, *states_warnings(resolve(config)), *precision_warnings(config.precision)]
 
 
 def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Sequence[Problem]:

@@ -39,9 +39,9 @@ def composed_of(configs: Path, choices: Sequence[Choice]) -> DictConfig:
 
     Hydra takes 0.15 s, and sweeps and suites ask for the same composition many times, so the result is cached.
     """
-    folders = [configs.absolute(), *([own] if (own := own_folder(configs)) else [])]
+    folders = [configs.absolute(), *([extra] if (extra := own_folder(configs)) else [])]
     paths = (path for folder in folders for group in groups_of(configs) for path in (folder / group).rglob("*.yaml"))
-    files = sorted((str(p), (found := p.stat()).st_mtime_ns, found.st_size) for p in [configs / "config.yaml", *paths])
+    files = sorted((str(p), (stat := p.stat()).st_mtime_ns, stat.st_size) for p in [configs / "config.yaml", *paths])
     return pickle.loads(_composed_once(tuple(folders), tuple(choices), tuple(files)))
 
 
@@ -60,17 +60,21 @@ def _composed_once(
         if choice.file:
             store.store(choice.name, choice.file.node, choice.group, choice.file.package)
     weights.register()
-    configs, *own = folders
-    further = [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in own)}]"] if own else []
+    configs, *extra_folders = folders
+    further = (
+        [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in extra_folders)}]"]
+        if extra_folders
+        else []
+    )
     try:
         with initialize_config_dir(str(configs), version_base=None):
             named = [f"{choice.group}={choice.name}" for choice in choices]
             composed = compose("config", [*further, *named], return_hydra_config=True)
     except (HydraException, yaml.YAMLError) as error:
         raise ConfigError([_not_composed(error, folders, choices)]) from error
-    for folder in own:
-        if found := list(clashes(configs, folder, composed.hydra.runtime.choices)):
-            raise ConfigError(found)
+    for folder in extra_folders:
+        if problems := list(clashes(configs, folder, composed.hydra.runtime.choices)):
+            raise ConfigError(problems)
     with open_dict(composed):
         del composed["hydra"]
     return pickle.dumps(typed(composed))

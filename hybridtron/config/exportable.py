@@ -44,13 +44,13 @@ def transformers_fault() -> str | None:
     """Return why the installed transformers cannot prove an export; None if it can."""
     if (fault := missing("export")) is not None:
         return fault
-    if (found := installed("transformers")) is None:
+    if (version := installed("transformers")) is None:
         return None  # a checkout on the path: the user who put it there knows its version
-    numbers = tuple(int(part) if part.isdigit() else 0 for part in found.split(".")[:2])
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
     if numbers >= TRANSFORMERS:
         return None
     needed = ".".join(map(str, TRANSFORMERS))
-    return f"transformers {needed} or newer is needed, not {found}: pip install 'transformers>={needed}'"
+    return f"transformers {needed} or newer is needed, not {version}: pip install 'transformers>={needed}'"
 
 
 def _beside(model: ModelConfig, name: str) -> str | None:
@@ -59,8 +59,12 @@ def _beside(model: ModelConfig, name: str) -> str | None:
         return "its head is tied to its embedding"
     if not model.tie_embeddings and name in TIED:
         return "it shares no weights where the head has its own"
-    other = [each for each in MULTIPLIERS if getattr(model, each) != 1 and each not in MULTIPLIED.get(name, ())]
-    return f"it has {other[0]}={getattr(model, other[0])}" if other else None
+    unsupported = [
+        multiplier
+        for multiplier in MULTIPLIERS
+        if getattr(model, multiplier) != 1 and multiplier not in MULTIPLIED.get(name, ())
+    ]
+    return f"it has {unsupported[0]}={getattr(model, unsupported[0])}" if unsupported else None
 
 
 UNTIED = ("NemotronHForCausalLM",)

@@ -53,12 +53,13 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
 
     Raises ConfigError if the sub-layers cannot be divided into these stages.
     """
-    if found := stage_problems(model, parallel):
-        raise ConfigError(found)
+    if problems := stage_problems(model, parallel):
+        raise ConfigError(problems)
     arch, chunks = architecture(model), chunk_count(parallel)
     sizes = arch.stages
     if len(sizes) != chunks:
-        costs, units = layer_costs(model, seq_len), iter(arch.inseparable)
+        costs = layer_costs(model, seq_len)
+        units = iter(arch.inseparable)
         runs = balanced([sum(costs[unit.start : unit.stop]) for unit in arch.inseparable], chunks)
         sizes = tuple(sum(map(len, itertools.islice(units, run))) for run in runs)
     ends = list(itertools.accumulate(sizes))
@@ -164,8 +165,8 @@ def _chunks_needed(sums: Sequence[int], limit: int) -> int:
 
 def data_parallel(parallel: ParallelConfig, world_size: int) -> int:
     """Count the data-parallel ranks. Raises ConfigError if the world size does not divide evenly."""
-    if found := world_problems(parallel, world_size):
-        raise ConfigError(found)
+    if problems := world_problems(parallel, world_size):
+        raise ConfigError(problems)
     return world_size // parallel.model_ranks
 
 

@@ -137,10 +137,10 @@ def _meant(config: DictConfig, leaf: str, name: str, names: Sequence[str]) -> st
     if near := did_you_mean(name, names):
         return near
     # phases first, as they have most keys that newcomers set
-    known = sorted((key for key, _, _ in leaves(config)), key=lambda one: not one.startswith("phases."))
+    known = sorted((key for key, _, _ in leaves(config)), key=lambda candidate: not candidate.startswith("phases."))
     keys = dict(reversed([(key.rpartition(".")[2], key) for key in known]))
     close = [NAMES_ELSEWHERE.get(leaf, leaf), *difflib.get_close_matches(leaf, keys, 1, cutoff=0.8)]
-    return next((f" (did you mean {keys[one]}?)" for one in close if one in keys), "")
+    return next((f" (did you mean {keys[candidate]}?)" for candidate in close if candidate in keys), "")
 
 
 def node_of(config: DictConfig, key: str) -> Any:

@@ -98,9 +98,9 @@ def _attention(
 def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = False) -> str | None:
     """Check for pairs of attention and MLP with rotary positions; `windowed` requires or forbids a window."""
     mixers = halves(arch)[0]
-    found = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0], scaled=scaled)
-    if found is not None:
-        return found
+    misfit = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0], scaled=scaled)
+    if misfit is not None:
+        return misfit
     spec = mixers[0]
     assert isinstance(spec, AttentionSpec)
     if spec.positions is None:
@@ -111,9 +111,9 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = F
 
 
 def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
-    found, attention = _mamba2_hybrid(arch, norm_eps, scaled=True)
-    if found or attention is None:
-        return found
+    misfit, attention = _mamba2_hybrid(arch, norm_eps, scaled=True)
+    if misfit or attention is None:
+        return misfit
     if attention.channels(arch.sizes)[0] != arch.sizes.width:
         return "its heads together are not as wide as the model"
     return None
@@ -121,9 +121,9 @@ def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
 
 def _bamba(arch: Architecture, norm_eps: float) -> str | None:
     """Check for Bamba's hybrid of Mamba-2 and attention, whose rotary positions turn half the dimensions per head."""
-    found, attention = _mamba2_hybrid(arch, norm_eps, part=True)
-    if found or attention is None:
-        return found
+    misfit, attention = _mamba2_hybrid(arch, norm_eps, part=True)
+    if misfit or attention is None:
+        return misfit
     if attention.positions is None:
         return "its attention has no rotary positions"
     if 2 * attention.rotary(arch.sizes) != attention.head(arch.sizes):
@@ -141,16 +141,16 @@ def _mamba2_hybrid(
     mixers = halves(arch)[0]
     recurrent: list[Mamba2Spec] = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
     others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
-    if found := _pairs(arch):
-        return found, None
+    if misfit := _pairs(arch):
+        return misfit, None
     if not recurrent:
         return "it has no mamba2 sub-layer", None
     if not others:
         return "it has no attention", None
-    if found := _only(recurrent, Mamba2Spec) or _expanded(arch) or _same_eps(recurrent[0], norm_eps):
-        return found, None
-    if found := _only(others, AttentionSpec) or _attention(others[0], part=part, scaled=scaled):
-        return found, None
+    if misfit := _only(recurrent, Mamba2Spec) or _expanded(arch) or _same_eps(recurrent[0], norm_eps):
+        return misfit, None
+    if misfit := _only(others, AttentionSpec) or _attention(others[0], part=part, scaled=scaled):
+        return misfit, None
     attention = others[0]
     assert isinstance(attention, AttentionSpec)
     return ("its attention has a window" if attention.window is not None else None), attention
@@ -168,14 +168,14 @@ def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
     mamba = [spec for spec in arch.specs if isinstance(spec, Mamba2Spec)]
     mlps = [spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec)]
     attention = [spec for spec in arch.specs if isinstance(spec, AttentionSpec)]
-    if other := [spec.kind for spec in arch.specs if spec not in (*mamba, *mlps, *attention)]:
-        return f"{other[0]} is none of mamba2, squared_relu and attention"
+    if other_kinds := [spec.kind for spec in arch.specs if spec not in (*mamba, *mlps, *attention)]:
+        return f"{other_kinds[0]} is none of mamba2, squared_relu and attention"
     kinds = {"mamba2": mamba, "squared_relu": mlps, "attention": attention}
     if missing := [kind for kind, specs in kinds.items() if not specs]:
         return f"it has no {missing[0]} sub-layer"
-    found = _only(mamba, Mamba2Spec) or _only(mlps, SquaredReLUSpec) or _same_eps(mamba[0], norm_eps)
-    if found := found or _only(attention, AttentionSpec) or _attention(attention[0], part=True):
-        return found
+    misfit = _only(mamba, Mamba2Spec) or _only(mlps, SquaredReLUSpec) or _same_eps(mamba[0], norm_eps)
+    if misfit := misfit or _only(attention, AttentionSpec) or _attention(attention[0], part=True):
+        return misfit
     if attention[0].positions is not None:
         return "its attention has rotary positions"
     return "its attention has a window" if attention[0].window is not None else None
@@ -195,10 +195,10 @@ def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool
     if not recurrent or not attention:
         return "its mixers are not gated_deltanet and attention, both of them"
     mixers, mlps = halves(arch)
-    found = _are_pairs(arch) or _only([replace(mlp, norm_after=False) for mlp in mlps], SwiGLUSpec)
-    found = found or _only(recurrent, GatedDeltaNetSpec) or _only(attention, AttentionSpec, norm_after)
-    if found := found or _attention(attention[0], qk_norm, gate):
-        return found
+    misfit = _are_pairs(arch) or _only([replace(mlp, norm_after=False) for mlp in mlps], SwiGLUSpec)
+    misfit = misfit or _only(recurrent, GatedDeltaNetSpec) or _only(attention, AttentionSpec, norm_after)
+    if misfit := misfit or _attention(attention[0], qk_norm, gate):
+        return misfit
     if attention[0].window is not None:
         return "its attention has a window"
     wrong = [mlp for mixer, mlp in zip(mixers, mlps, strict=True) if mlp.norm_after is not mixer.norm_after]
@@ -207,8 +207,8 @@ def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool
 
 def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:
     """Check for OLMo-Hybrid: Gated DeltaNet and attention, whose sub-layers have their norm after them."""
-    if found := _delta_hybrid(arch, "all", gate=False, norm_after=True):
-        return found
+    if misfit := _delta_hybrid(arch, "all", gate=False, norm_after=True):
+        return misfit
     recurrent, attention = _delta(arch)
     if recurrent[0].norm_eps != OLMO_HEAD_EPS:
         return f"its gated_deltanet has norm_eps={recurrent[0].norm_eps}, not {OLMO_HEAD_EPS}"
@@ -216,8 +216,8 @@ def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
-    if found := _delta_hybrid(arch, "head", gate=True, norm_after=False):
-        return found
+    if misfit := _delta_hybrid(arch, "head", gate=True, norm_after=False):
+        return misfit
     recurrent, attention = _delta(arch)
     if recurrent[0].negative_eigenvalues:
         return "its gated_deltanet has negative_eigenvalues"
@@ -233,11 +233,11 @@ def _zamba2(arch: Architecture, norm_eps: float) -> str | None:
     if not blocks or not mamba or len(blocks) + len(mamba) != len(arch.specs):
         return "its sub-layers are not mamba2 and shared_attention, both of them"
     if (
-        found := _only(mamba, Mamba2Spec, also=["dt_floor"])
+        misfit := _only(mamba, Mamba2Spec, also=["dt_floor"])
         or _only(blocks, SharedAttentionSpec)
         or _attention(blocks[0])
     ):
-        return found
+        return misfit
     if blocks[0].window is not None:
         return "its attention has a window"
     if blocks[0].channels(arch.sizes) != (2 * arch.sizes.width,) * 2:
@@ -254,14 +254,14 @@ def _zamba2(arch: Architecture, norm_eps: float) -> str | None:
 def _falcon_h1(arch: Architecture, norm_eps: float) -> str | None:
     """Check for Falcon-H1: triples of Mamba-2, parallel attention and a SwiGLU MLP."""
     mamba, attention, mlps = (arch.specs[first::3] for first in range(3))
-    kinds = {tuple(spec.kind for spec in each) for each in zip(mamba, attention, mlps, strict=False)}
+    kinds = {tuple(spec.kind for spec in triple) for triple in zip(mamba, attention, mlps, strict=False)}
     if len(arch.specs) % 3 or kinds != {("mamba2", "attention", "swiglu")}:
         return "its layers are not mamba2, attention beside it and swiglu"
-    found = _only(mamba, Mamba2Spec, also=["norm", "multipliers", "output_multiplier"])
-    found = found or _only(attention, AttentionSpec, also=["beside", "output_multiplier"])
-    found = found or _only(mlps, SwiGLUSpec, also=["gate_multiplier", "output_multiplier"])
-    if found := found or _attention(attention[0], scaled=True):
-        return found
+    misfit = _only(mamba, Mamba2Spec, also=["norm", "multipliers", "output_multiplier"])
+    misfit = misfit or _only(attention, AttentionSpec, also=["beside", "output_multiplier"])
+    misfit = misfit or _only(mlps, SwiGLUSpec, also=["gate_multiplier", "output_multiplier"])
+    if misfit := misfit or _attention(attention[0], scaled=True):
+        return misfit
     first, beside = mamba[0], attention[0]
     assert isinstance(first, Mamba2Spec)
     assert isinstance(beside, AttentionSpec)

@@ -166,8 +166,8 @@ def clashes(configs: Path, own: Path, choices: Mapping[str, str]) -> Iterator[Pr
         if (shipped := configs / group / f"{name}.yaml").is_file()
         and shipped.read_bytes() != (own / group / f"{name}.yaml").read_bytes()
     }
-    builds = any(_is_there(own, *one) and not _is_there(configs, *one) for one in choices.items())
-    for group, name in sorted(twice if builds else twice & set(choices.items())):
+    of_user = any(_is_there(own, *pair) and not _is_there(configs, *pair) for pair in choices.items())
+    for group, name in sorted(twice if of_user else twice & set(choices.items())):
         file = OWN / group / f"{name}.yaml"
         yield Problem(group, f"has two {name!r}: {file} and hybridtron's own, which differ: rename the former")
 

@@ -243,16 +243,16 @@ def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
     A null removes an option, since another kind of layer may not have it.
     """
-    gone = {name for name, value in changes.items() if value is None}
-    gone |= {"rope"} if FORMER in gone else set()
+    removed = {name for name, value in changes.items() if value is None}
+    removed |= {"rope"} if FORMER in removed else set()
     chosen = _as_named_now({k: v for k, v in changes.items() if v is not None}, options.get("kind"))
     before = _as_named_now(options, None)
-    found = {name: value for name, value in before.items() if name not in gone and value is not None}
+    merged = {name: value for name, value in before.items() if name not in removed and value is not None}
     for name, value in chosen.items():
-        held = found.get(name)
-        both = isinstance(value, dict) and isinstance(held, dict)
-        found[name] = _with(held, value) if both else value
-    return found
+        old_value = merged.get(name)
+        both_hold_options = isinstance(value, dict) and isinstance(old_value, dict)
+        merged[name] = _with(old_value, value) if both_hold_options else value
+    return merged
 
 
 def _as_named_now(options: dict[str, Any], kind: object) -> dict[str, Any]:

@@ -38,15 +38,15 @@ def read_saved(path: Path) -> DictConfig:
     """Read a saved configuration over the schema's defaults. Raises ConfigError with the file and the fault."""
     try:
         values = _without_dropped(OmegaConf.load(StringIO(read_regular(path, GREATEST).decode())))
-        found = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in references(values)]
+        faults = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in references(values)]
         merged = OmegaConf.unsafe_merge(pickle.loads(_defaults()), values)  # may reuse nodes: no one else holds these
     except OmegaConfBaseException as error:
         where = f"{path}: {error.full_key}" if error.full_key else str(path)
         raise ConfigError([Problem(where, str(error).splitlines()[0])]) from error
     except (YAMLError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError([Problem(str(path), f"can't be read: {str(error).splitlines()[0]}")]) from error
-    if found:
-        raise ConfigError(found)
+    if faults:
+        raise ConfigError(faults)
     assert isinstance(merged, DictConfig)
     return merged
 

@@ -22,9 +22,10 @@ def parse_tokens(text: str) -> int:
 
 def parse_bytes(text: str) -> int:
     """Parse bytes with decimal units: `500GB` -> 500000000000. Raises ValueError for any other form."""
-    amount, unit = text.strip().upper().removesuffix("B"), {"G": "B", "M": "M", "K": "K", "T": "T"}
+    amount = text.strip().upper().removesuffix("B")
+    units = {"G": "B", "M": "M", "K": "K", "T": "T"}
     try:
-        return parse_tokens(amount[:-1] + unit[amount[-1]] if amount[-1:] in unit else amount)
+        return parse_tokens(amount[:-1] + units[amount[-1]] if amount[-1:] in units else amount)
     except ValueError:
         raise ValueError(f"{text!r} is not a number of bytes such as 64MB, 500GB or 2TB") from None
 

@@ -88,12 +88,12 @@ def unknown(config: DictConfig) -> list[Problem]:
     folder = config.run.weights
     if folder is None or (saved := _saved(folder)).keys() >= {"phase"}:
         return []
-    found = []
+    problems = []
     for key, text in references(config):
         named = [name.split(".") for name in _WEIGHTS.findall(text)]
         if any(name[0] not in saved or name[1] not in saved[name[0]] for name in named):
-            found.append(Problem(key, f"must be set: {folder} was imported, and does not say how it was trained"))
-    return found
+            problems.append(Problem(key, f"must be set: {folder} was imported, and does not say how it was trained"))
+    return problems
 
 
 def _saved(folder: str) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def _saved(folder: str) -> dict[str, Any]:
     Raises ConfigError if there is no such file or it cannot be read.
     """
     path = Path(folder_of(folder)) / "config.yaml"
-    if not (there := is_folder(folder_of(folder))) or not path.is_file():
-        why = f"has no config.yaml: name {WHAT}" if there else f"is not there: name {WHAT}"
+    if not (exists := is_folder(folder_of(folder))) or not path.is_file():
+        why = f"has no config.yaml: name {WHAT}" if exists else f"is not there: name {WHAT}"
         raise ConfigError([Problem(KEY, f"{shortened(folder)} {why}")])
     try:
         return _parsed(path, path.stat().st_mtime_ns)

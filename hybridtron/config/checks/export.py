@@ -47,7 +47,8 @@ def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> I
     run_dir = Path(config.run.dir)
     reached = -1 if config.run.resume == "never" else newest_step(run_dir)
     for phase in phases:
-        output, step = run_dir / "export" / phase.settings.name, phase.end_step
+        output = run_dir / "export" / phase.settings.name
+        step = phase.end_step
         if phase.settings.export is None or not output.exists() or reached >= step == exported_step(output):
             continue
         yield Problem(

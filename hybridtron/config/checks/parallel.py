@@ -141,14 +141,14 @@ def uncuttable(model: ModelConfig, tensor: int) -> list[str]:
     Letters that the pattern does not use don't count.
     """
     arch = architecture(model)
-    found = [
+    reasons = [
         f"model.layers.{letter}.{problem.key} {problem.message}"
         for letter, spec in arch.by_letter.items()
         for problem in spec.layout_problems(arch.sizes, tensor)
     ]
     if model.vocab_size % tensor:
-        found.append(f"model.vocab_size is {model.vocab_size}, which {tensor} ranks can't share evenly")
-    return found
+        reasons.append(f"model.vocab_size is {model.vocab_size}, which {tensor} ranks can't share evenly")
+    return reasons
 
 
 def _pipeline(phase: ResolvedPhase) -> Iterator[Problem]:

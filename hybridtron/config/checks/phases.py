@@ -56,7 +56,8 @@ def _sizes(where: str, phase: PhaseConfig) -> Iterator[Problem]:
 
 def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
     """Check that each part of the learning-rate schedule has the numbers it needs and no others."""
-    piece, before = phase.lr_piece, f"phases.{index - 1}"
+    piece = phase.lr_piece
+    before = f"phases.{index - 1}"
     if piece is not LrPiece.rewarm and index == 0:
         yield Problem(f"{where}.lr_piece", f"is {piece}, but there is no phase before: use rewarm")
         return
@@ -171,7 +172,7 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
         if shape is None:
             continue  # reported by the rules of `optim`
         if phase.settings.lr_piece is LrPiece.decay and not shape.falls:
-            fitting = ", ".join(name for name, one in SHAPES.items() if one.falls)
+            fitting = ", ".join(name for name, candidate in SHAPES.items() if candidate.falls)
             key = phase.key("optim.schedule")
             yield Problem(key, f"is {optim.schedule}, which lr_piece=decay can't follow to lr_to: use {fitting}")
         if phase.settings.lr_piece is not LrPiece.rewarm:
@@ -198,5 +199,5 @@ def _tokens_of_course(phases: Sequence[ResolvedPhase]) -> int:
     The phases after it count while they have lr_piece=carry_on. Raises ValueError if a length cannot be parsed.
     """
     leader, *others = (phase.settings for phase in phases)
-    followers = itertools.takewhile(lambda one: one.lr_piece is LrPiece.carry_on, others)
+    followers = itertools.takewhile(lambda settings: settings.lr_piece is LrPiece.carry_on, others)
     return sum(parse_tokens(phase.tokens) for phase in (leader, *followers))

@@ -100,8 +100,10 @@ def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
 
 def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
     """Check that FP8 can use each rank's shard of every FP8 weight."""
-    name, multiple = config.precision.name, FP8_MULTIPLES[config.precision.name]
-    width, tensor = config.model.width, config.parallel.tensor
+    name = config.precision.name
+    multiple = FP8_MULTIPLES[config.precision.name]
+    width = config.model.width
+    tensor = config.parallel.tensor
     if width % multiple:
         fitting = choice(multiples_near(multiple, width))
         yield Problem("model.width", f"is {width}, but {name} needs a multiple of {multiple}: use {fitting}")
@@ -110,8 +112,8 @@ def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
     for letter, spec in arch.by_letter.items():
         if letter not in letters or any(spec.layout_problems(arch.sizes, tensor)):
             continue
-        if found := misfit(spec, arch.sizes, tensor, multiple):
-            yield _unfit(f"model.layers.{letter}", spec, arch.sizes, config, found)
+        if weight := misfit(spec, arch.sizes, tensor, multiple):
+            yield _unfit(f"model.layers.{letter}", spec, arch.sizes, config, weight)
 
 
 def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weight: str) -> Problem:
@@ -150,6 +152,6 @@ def _fitting(spec: MixerSpec, option: str, sizes: ModelSizes, tensor: int, multi
         return misfit(changed, sizes, tensor, multiple) is None
 
     value = getattr(spec, option)
-    below = next((found for found in range(value - 1, max(0, value - _REACH), -1) if fits(found)), None)
-    above = next((found for found in range(value + 1, value + _REACH) if fits(found)), None)
-    return [found for found in (below, above) if found is not None]
+    below = next((candidate for candidate in range(value - 1, max(0, value - _REACH), -1) if fits(candidate)), None)
+    above = next((candidate for candidate in range(value + 1, value + _REACH) if fits(candidate)), None)
+    return [candidate for candidate in (below, above) if candidate is not None]

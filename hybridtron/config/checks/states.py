@@ -14,9 +14,9 @@ def states_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     """List the problems of a phase's states."""
     states = phase.states
     if states.through_time and (states.mode is not StateMode.tbtt or states.chunks < 2):
-        found = f"is true with mode={states.mode} and chunks={states.chunks}"
+        fault = f"is true with mode={states.mode} and chunks={states.chunks}"
         cure = "it joins the chunks of a step: use mode=tbtt with chunks of at least 2, or false"
-        yield Problem("states.through_time", f"{found}; {cure}")
+        yield Problem("states.through_time", f"{fault}; {cure}")
     if states.mode is StateMode.zero:
         return
     yield from _order(phase)
@@ -27,8 +27,10 @@ def states_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
     """List mixer options with a surprising effect under the states that are carried, a sentence each."""
     carried = {letter for phase in phases for letter in _letters_of_keys(phase)}
     specs = [pair for phase in phases for pair in architecture(phase.model).by_letter.items()]
-    found = [(letter, problem) for letter, spec in specs for problem in spec.surprises(letter in carried)]
-    return list(dict.fromkeys(f"model.layers.{letter}.{one.key} {one.message}" for letter, one in found))
+    surprises = [(letter, problem) for letter, spec in specs for problem in spec.surprises(letter in carried)]
+    return list(
+        dict.fromkeys(f"model.layers.{letter}.{surprise.key} {surprise.message}" for letter, surprise in surprises)
+    )
 
 
 def _letters_of_keys(phase: ResolvedPhase) -> set[str]:
@@ -42,8 +44,11 @@ def _letters_of_keys(phase: ResolvedPhase) -> set[str]:
 
 def _order(phase: ResolvedPhase) -> Iterator[Problem]:
     """Check that the data's order and the number of chunks suit the mode."""
-    states, settings, mode_key = phase.states, phase.settings, phase.key("states.mode")
-    order, walking = phase.order, states.mode is StateMode.tbtt
+    states = phase.states
+    settings = phase.settings
+    mode_key = phase.key("states.mode")
+    order = phase.order
+    walking = states.mode is StateMode.tbtt
     if walking and order is not Order.lanes:
         yield Problem("data.order", f"is {order}, but {mode_key}=tbtt continues documents: use lanes, or leave it out")
     if states.mode is StateMode.passing and order is Order.lanes:

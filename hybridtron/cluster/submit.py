@@ -135,14 +135,18 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
 def submit(config: Config, job: SlurmJob, chain: int) -> int:
     """Write the run's folder and queue its jobs. Returns the exit code.
 
-    Does nothing while earlier jobs of this folder are queued or running.
+    Does nothing while earlier jobs of this folder are queued or running, or if SLURM does not say whether they are.
     """
     notes = notes_of(job.run_dir)
     jobs: list[str] = []
     try:
-        if (obstacle := under_way(job.run_dir, "run")) is not None:
-            print(obstacle, file=sys.stderr)
-            return 1
+        obstacle = under_way(job.run_dir, "run")
+    except SlurmError as error:  # the notes stay as they are: their jobs may still run
+        obstacle = f"{error}; earlier jobs of {job.run_dir} may still run, so nothing is submitted: try again later"
+    if obstacle is not None:
+        print(obstacle, file=sys.stderr)
+        return 1
+    try:
         write_run_folder(config, job)
         for _ in range(chain):
             jobs.append(scheduler.submit(job.script_path, jobs[-1] if jobs else None))

@@ -217,6 +217,24 @@ def test_a_run_that_is_queued_is_not_submitted_again(
     assert (run / "code" / "hybridtron" / "__init__.py").read_text() == "as it was"
 
 
+def test_a_queue_that_can_t_be_read_leaves_the_earlier_job_s_folder_as_it_is(
+    programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["submit", *arguments(counting_folder, run)]) == 0
+    before = (run / "slurm" / "submission.json").read_text()
+    (run / "code" / "hybridtron" / "__init__.py").write_text("as it was")
+    stand_in(programs, "squeue", 'echo "Unable to contact slurm controller" >&2; exit 1')
+    for _ in range(2):
+        assert main(["submit", *arguments(counting_folder, run)]) == 1
+        reported = capsys.readouterr().err
+        assert "squeue failed: Unable to contact slurm controller" in reported
+        assert f"earlier jobs of {run} may still run" in reported
+    assert (run / "slurm" / "submission.json").read_text() == before
+    assert (run / "code" / "hybridtron" / "__init__.py").read_text() == "as it was"
+    assert "--parsable" not in "".join((tmp_path / "asked").read_text().splitlines(keepends=True)[2:])
+
+
 def test_without_slurm_there_is_a_dry_run_and_nothing_else(
     counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

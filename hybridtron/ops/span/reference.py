@@ -14,6 +14,7 @@ document, which may lie before the row, in a carried state.
 
 Legend: B rows, R those of a segment, L tokens, H query heads, G key/value heads (query head h reads h // (H // G)),
 K head size, S keys in all, of which the row's own are the last L, T chunks that a segment touches, U blocks, C chosen.
+In the equations, and in shapes behind U, S is the size of a block.
 """
 
 from __future__ import annotations

@@ -35,7 +35,11 @@ class SparseMemory(NamedTuple):
 
 
 class SparseKeys(NamedTuple):
-    """All available keys: the remembered ones, then the row's own. `Seen` describes documents and places."""
+    """All available keys: the remembered ones, then the row's own.
+
+    documents_RS: the number of each token's document in the row; -1 for an empty slot of the memory. places_RS: each
+    token's position in its document, counted from 0.
+    """
 
     keys_RSN: Tensor
     values_RSP: Tensor

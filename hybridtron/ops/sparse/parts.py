@@ -156,8 +156,9 @@ def kept(documents_RS: Tensor, scores_RS: Tensor, length: int, most: int) -> Kep
     """Find until which token each key is among the best, TILE queries at a time.
 
     Only the best keys before a tile and the tile's own keys can be among the best for its queries. A key's rank at a
-    query is the number of better keys up to the query: those in a later document, with a larger score, or earlier with
-    an equal score. The key is among the best while its rank is less than `most`, until its document ends.
+    query is the number of better keys up to the query. A key is better if its document is later, or in the same
+    document if its score is larger, or equal and the key earlier. A key is among the best while its rank is less than
+    `most`, until its document ends.
     """
     rows, total = scores_RS.shape
     index_S = torch.arange(total, device=scores_RS.device)

@@ -130,16 +130,20 @@ class TokenTask(Task):
         """
         words = answer.split()
         wanted = sample.answer.split()
-        same = sum(word == right for word, right in zip(words, wanted, strict=False))
-        return {"accuracy": same / len(wanted), "exact": float(words[: len(wanted)] == wanted)}
+        num_right = sum(word == right for word, right in zip(words, wanted, strict=False))
+        return {"accuracy": num_right / len(wanted), "exact": float(words[: len(wanted)] == wanted)}
 
     def score_tokens(self, sample: Sample, predicted: Sequence[int]) -> dict[str, float]:
         """Score teacher-forced predictions: `predicted` has the most probable next token at each position."""
         if len(predicted) != len(sample.tokens):
             raise ValueError(f"{self.name}: {len(predicted)} predictions for {len(sample.tokens)} positions")
-        pairs = [(p, t) for p, t in zip(predicted, sample.targets(), strict=True) if self.is_scored(t)]
-        same = sum(p == t for p, t in pairs)
-        return {"accuracy": same / len(pairs), "exact": float(same == len(pairs))}
+        pairs = [
+            (prediction, target)
+            for prediction, target in zip(predicted, sample.targets(), strict=True)
+            if self.is_scored(target)
+        ]
+        num_right = sum(prediction == target for prediction, target in pairs)
+        return {"accuracy": num_right / len(pairs), "exact": float(num_right == len(pairs))}
 
     def is_scored(self, target: int) -> bool:
         """Check that a position with this target counts for the metrics."""

@@ -50,9 +50,9 @@ class Copying(TokenTask):
         strings = []
         while not strings or (self.packed and len(tokens) < length):
             letters = random.choices(range(LETTERS), k=random.randint(shortest, longest))
-            whole = len(tokens) + 2 * len(letters) + FIXED <= length
+            is_complete = len(tokens) + 2 * len(letters) + FIXED <= length
             tokens += [START, *letters, MIDDLE, *letters, END]
-            mask += [0] * (len(letters) + 2) + [int(whole)] * (len(letters) + 1)
+            mask += [0] * (len(letters) + 2) + [int(is_complete)] * (len(letters) + 1)
             strings.append(spelled(letters))
         tokens, mask = tokens[:length], mask[:length]
         first = mask.index(1)
@@ -76,8 +76,8 @@ class Copying(TokenTask):
         longest = self.longest or room
         shortest = self.shortest or longest
         if not 1 <= shortest <= longest:
-            asked = f"shortest={shortest} longest={longest}"
-            raise TaskError(f"{self.name}: {asked}: at least 1 letter, and not fewer than the shortest")
+            options = f"shortest={shortest} longest={longest}"
+            raise TaskError(f"{self.name}: {options}: at least 1 letter, and not fewer than the shortest")
         if longest > room:
             needed = f"it needs {2 * longest + FIXED}"
             raise TaskError(f"{self.name}: longest={longest}: a length of {length} can't fit the row; {needed}")

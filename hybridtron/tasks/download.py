@@ -60,9 +60,11 @@ def download(one: PublishedFile, folder: Path, moved: Callable[[int, int], objec
     """
     path = folder / one.name
     if path.exists():
-        if (found := hashlib.sha256(path.read_bytes()).hexdigest()) == one.sha256:
+        if (existing_digest := hashlib.sha256(path.read_bytes()).hexdigest()) == one.sha256:
             return path
-        raise TaskError(f"{path} is another file than the published one: its SHA-256 is {found}; move it away")
+        raise TaskError(
+            f"{path} is another file than the published one: its SHA-256 is {existing_digest}; move it away"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     temporary = temporary_of(path)
     try:
@@ -72,8 +74,8 @@ def download(one: PublishedFile, folder: Path, moved: Callable[[int, int], objec
         sync(temporary)
         temporary.replace(path)
     except (OSError, HTTPException) as error:
-        elsewhere = f"with a copy of {one.name} from elsewhere, data=FILE names it"
-        raise TaskError(f"{one.url} can't be fetched: {error}; {elsewhere}") from error
+        cure = f"with a copy of {one.name} from elsewhere, data=FILE names it"
+        raise TaskError(f"{one.url} can't be fetched: {error}; {cure}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return path
@@ -84,7 +86,8 @@ def _receive(one: PublishedFile, path: Path, moved: Callable[[int, int], object]
 
     Reads at most one byte more than the expected size, enough to notice a larger file.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with urllib.request.urlopen(one.url, timeout=TIMEOUT) as answer, path.open("wb") as file:
         while size <= one.size and (piece := answer.read(min(PIECE, one.size + 1 - size))):
             file.write(piece)

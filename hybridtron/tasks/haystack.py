@@ -63,18 +63,18 @@ def split_sentences(text: str) -> list[str]:
 def _words(provider: str, enough: int) -> list[str]:
     """Return a corpus's words, without needle-like sentences; the synthetic corpus gives `enough` words."""
     if provider == SYNTHETIC:
-        made = (word for sentence in sentences() for word in sentence.split())
-        return list(islice(made, enough))
+        generated_words = (word for sentence in sentences() for word in sentence.split())
+        return list(islice(generated_words, enough))
     kind, _, place = provider.partition(":")
     readers = {"files": _files, "shards": _shards}
     if kind not in readers or not place:
         raise TaskError(f"essay={provider}: is {SYNTHETIC}, files:DIR or shards:DIR")
     words: list[str] = []
-    read = 0
+    num_characters = 0
     for text in readers[kind](Path(place)):
         words += [word for part in split_sentences(" ".join(text.split())) if usable(part) for word in part.split()]
-        read += len(text)
-        if read > LARGEST_CORPUS:
+        num_characters += len(text)
+        if num_characters > LARGEST_CORPUS:
             break
     if not words:
         raise TaskError(f"essay={provider}: has no text")
@@ -89,8 +89,8 @@ def usable(sentence: str) -> bool:
 def _files(folder: Path) -> Iterator[str]:
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".md"))
     if not files:
-        why = "has no .txt or .md file" if folder.is_dir() else "is not a folder"
-        raise TaskError(f"essay=files:{folder}: {folder} {why}; without a corpus, essay={SYNTHETIC} works")
+        reason = "has no .txt or .md file" if folder.is_dir() else "is not a folder"
+        raise TaskError(f"essay=files:{folder}: {folder} {reason}; without a corpus, essay={SYNTHETIC} works")
     for file in files:
         try:
             yield read_regular(file, LARGEST_FILE).decode()

@@ -39,8 +39,8 @@ def exact_match(answer: str, outputs: Sequence[str]) -> float:
 
 def first_integer(answer: str, wanted: int) -> float:
     """Return 1 if the first integer in the answer is the wanted one, else 0 (Landmark Attention's passkey)."""
-    found = re.search(r"[0-9]+", answer)
-    return float(found is not None and int(found[0]) == wanted)
+    match = re.search(r"[0-9]+", answer)
+    return float(match is not None and int(match[0]) == wanted)
 
 
 def normalized(text: str) -> list[str]:
@@ -62,4 +62,4 @@ def _f1(written: list[str], wanted: list[str]) -> float:
 
 def character_accuracy(answer: str, wanted: str) -> float:
     """Return the fraction of wanted characters that are at the same position in the answer."""
-    return sum(a == b for a, b in zip(answer, wanted, strict=False)) / len(wanted)
+    return sum(written == right for written, right in zip(answer, wanted, strict=False)) / len(wanted)

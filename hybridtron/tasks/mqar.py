@@ -53,24 +53,25 @@ class MultiQueryRecall(TokenTask):
 
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
         self._check(length)
-        random, half = self.random(seed, index), self.vocabulary // 2
+        random = self.random(seed, index)
+        half = self.vocabulary // 2
         keys = random.sample(range(1, half), self.pairs)
         values = random.sample(range(half, self.vocabulary), self.pairs)
         slots = self._slots(random, length)
         places = [2 * self.pairs + 2 * slot for slot in slots]
-        asked = dict(zip(places, zip(keys, values, strict=True), strict=True))
+        pairs_by_place = dict(zip(places, zip(keys, values, strict=True), strict=True))
         tokens = [token for pair in zip(keys, values, strict=True) for token in pair]
         labels = [IGNORED] * length
-        rest_ids = (self.vocabulary, self.num_tokens) if self.noise else (0, self.vocabulary)
+        filler_range = (self.vocabulary, self.num_tokens) if self.noise else (0, self.vocabulary)
         for place in range(len(tokens), length):
-            rest = random.randrange(*rest_ids) if self.random_rest else 0
-            key, labels[place] = asked.get(place, (rest, IGNORED))
+            filler_id = random.randrange(*filler_range) if self.random_rest else 0
+            key, labels[place] = pairs_by_place.get(place, (filler_id, IGNORED))
             tokens.append(key)
         answer = [labels[place] for place in sorted(places)]
         mask = [int(label != IGNORED) for label in labels]
         if self.follows:
             mask = [0, *mask[:-1]]
-            for place, (_, value) in asked.items():
+            for place, (_, value) in pairs_by_place.items():
                 tokens[place + 1] = value
         return Sample(
             self.name,
@@ -93,12 +94,12 @@ class MultiQueryRecall(TokenTask):
         The k smallest values -log(u) / weight are distributed like k weighted draws without replacement: the minimum of
         exponential variables is the i-th with a probability in proportion to its rate, and they are memoryless.
         """
-        count = (length - 2 * self.pairs) // 2
-        waits = [-log(1 - random.random()) / (self.power * i ** (self.power - 1)) for i in range(1, count + 1)]
-        return sorted(range(count), key=waits.__getitem__)[: self.pairs]
+        num_slots = (length - 2 * self.pairs) // 2
+        waits = [-log(1 - random.random()) / (self.power * i ** (self.power - 1)) for i in range(1, num_slots + 1)]
+        return sorted(range(num_slots), key=waits.__getitem__)[: self.pairs]
 
     def _check(self, length: int) -> None:
-        wrong = [
+        checks = [
             (length % 2, f"a length of {length} is odd, and slots have two tokens"),
             (self.pairs < 1, f"pairs={self.pairs}: at least 1"),
             (self.noise < 0, f"noise={self.noise}: at least 0"),
@@ -117,7 +118,7 @@ class MultiQueryRecall(TokenTask):
                 f"vocabulary={self.vocabulary}: at least {2 * self.pairs + 2} for pairs={self.pairs}",
             ),
         ]
-        for is_wrong, message in wrong:
+        for is_wrong, message in checks:
             if is_wrong:
                 raise TaskError(f"{self.name}: {message}")
 

@@ -20,7 +20,7 @@ TRUTH = {"true": True, "false": False}
 
 def options_of(task: Task) -> dict[str, object]:
     """Return a task's options with their values."""
-    return {one.name: getattr(task, one.name) for one in fields(task) if one.name != "name"}  # pyrefly: ignore
+    return {field.name: getattr(task, field.name) for field in fields(task) if field.name != "name"}  # pyrefly: ignore
 
 
 def named(name: str, settings: Sequence[str] = ()) -> Task:
@@ -52,7 +52,10 @@ def all_named(names: Sequence[str], settings: Sequence[str] = ()) -> list[Task]:
     tasks = [named(name) for name in members(names)]
     options = {task.name: options_of(task) for task in tasks}
     shared = {setting for setting in settings if any(_option(setting) in known for known in options.values())}
-    return [named(one, [s for s in settings if s not in shared or _option(s) in options[one]]) for one in options]
+    return [
+        named(task_name, [s for s in settings if s not in shared or _option(s) in options[task_name]])
+        for task_name in options
+    ]
 
 
 def _option(setting: str) -> str:

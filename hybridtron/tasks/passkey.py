@@ -59,13 +59,13 @@ class Passkey(Task):
         encode = tokenizer.encode
         parts = [encode(text) for text in (WARNING, "\n", KEY.format(key=key), "\n", QUESTION, answer)]
         warning, before, middle, after, question, answer_ids = parts
-        rest = length - sum(map(len, parts))
-        if rest < 0:
+        num_filler = length - sum(map(len, parts))
+        if num_filler < 0:
             message = f"{self.name}: a length of {length} can't fit the sample without filler"
-            raise TaskError(f"{message}; it needs {length - rest} tokens")
-        first = round(depth * rest)
-        filler = prefix_filler(tokenizer, first, self.trim)
-        prompt = [*warning, *before, *filler, *middle, *after, *tiled(tokenizer, rest - first), *question]
+            raise TaskError(f"{message}; it needs {length - num_filler} tokens")
+        num_before = round(depth * num_filler)
+        filler = prefix_filler(tokenizer, num_before, self.trim)
+        prompt = [*warning, *before, *filler, *middle, *after, *tiled(tokenizer, num_filler - num_before), *question]
         return Sample(
             self.name,
             seed,
@@ -77,13 +77,13 @@ class Passkey(Task):
             (str(key),),
             generate=len(answer_ids) + MORE,
             max_length=length,
-            meta={"key": key, "depth": depth, "filler": [first, rest - first]},
+            meta={"key": key, "depth": depth, "filler": [num_before, num_filler - num_before]},
         )
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
         """Return `exact`, 1 if the first integer is the key, and `token_exact`, 1 if the answer matches verbatim."""
-        written = answer.startswith(sample.answer)
-        return {"exact": first_integer(answer, int(sample.outputs[0])), "token_exact": float(written)}
+        is_verbatim = answer.startswith(sample.answer)
+        return {"exact": first_integer(answer, int(sample.outputs[0])), "token_exact": float(is_verbatim)}
 
     def chance(self) -> float:
         return 1 / (9 * 10 ** (self.digits - 1))
@@ -120,6 +120,7 @@ def prefix_filler(tokenizer: TextTokens, count: int, trim: str) -> list[int]:
     """Return `count` tokens of filler, cut on the left, so that it ends with a full sentence, or on the right."""
     if trim == "right" or count == 0:
         return tiled(tokenizer, count)
-    first, again = tokenizer.encode(FILLER), tokenizer.encode(f" {FILLER}")
+    first = tokenizer.encode(FILLER)
+    again = tokenizer.encode(f" {FILLER}")
     units = max(0, -(-(count - len(first)) // len(again)))
     return [*first, *(again * units)][-count:]

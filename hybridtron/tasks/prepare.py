@@ -34,7 +34,8 @@ def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
     """
     tasks = token_tasks(wanted)
     eos = max(task.num_tokens for task in tasks)
-    done, of = itertools.count(1), len(tasks) * len(wanted.lengths) * (wanted.evaluation + wanted.training)
+    done = itertools.count(1)
+    total = len(tasks) * len(wanted.lengths) * (wanted.evaluation + wanted.training)
     splits: dict[str, dict[str, Iterator[np.ndarray]]] = {"validation": {}, "train": {}}
     masks: dict[str, dict[str, Iterator[np.ndarray]]] = {"validation": {}, "train": {}}
     for task, length in itertools.product(tasks, wanted.lengths):
@@ -43,10 +44,11 @@ def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
             ("validation", wanted.seed, wanted.evaluation),
             ("train", training_seed(wanted.seed), wanted.training),
         ):
-            samples = _heard(distinct(task, seed, count, ByteTokens(), length, seen), lambda: moved(next(done), of))
-            documents, same = itertools.tee(samples)  # tokens and masks are read alternately, so tee buffers one sample
-            splits[split][f"{task.name}-{length}"] = (np.array(one.tokens) for one in documents)
-            masks[split][f"{task.name}-{length}"] = (_mask(one) for one in same)
+            samples = _heard(distinct(task, seed, count, ByteTokens(), length, seen), lambda: moved(next(done), total))
+            # tokens and masks are read alternately, so tee buffers one sample
+            token_samples, mask_samples = itertools.tee(samples)
+            splits[split][f"{task.name}-{length}"] = (np.array(sample.tokens) for sample in token_samples)
+            masks[split][f"{task.name}-{length}"] = (_mask(sample) for sample in mask_samples)
     origin = {"corpus": "tasks", "seed": wanted.seed, "tasks": json.dumps(wanted.about()["tasks"])}
     return write_folder(folder, splits, _tokenizer(eos), eos + 1, eos, origin, masks=masks)
 

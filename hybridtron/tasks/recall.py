@@ -65,10 +65,10 @@ class JointRecall(TokenTask):
         levels = [random.sample(range(first, first + self.symbols), n) for first, n in zip(firsts, counts, strict=True)]
         table = {path: random.randrange(FIRST_VALUE, FIRST_VALUE + self.symbols) for path in product(*levels)}
         shown, asked = (blocks(table, levels, (), random) for _ in range(2))
-        before = (BOS, *shown, SEPARATOR)
-        rest = (PADDING,) * (length - len(before) - len(asked)) if self.padded else ()
-        tokens = (*before, *asked, *rest)
-        mask = (*(0 for _ in before), *(int(token < FIRST_KEY) for token in asked), *(0 for _ in rest))
+        prefix = (BOS, *shown, SEPARATOR)
+        padding = (PADDING,) * (length - len(prefix) - len(asked)) if self.padded else ()
+        tokens = (*prefix, *asked, *padding)
+        mask = (*(0 for _ in prefix), *(int(token < FIRST_KEY) for token in asked), *(0 for _ in padding))
         first = mask.index(1)
         answer = " ".join(str(token) for token in asked if token < FIRST_KEY)
         return Sample(
@@ -80,19 +80,19 @@ class JointRecall(TokenTask):
             tokens,
             mask,
             tuple(answer.split()),
-            generate=len(before) + len(asked) - first,
+            generate=len(prefix) + len(asked) - first,
             max_length=length,
             meta={"levels": levels},
         )
 
     def ranges(self) -> list[tuple[int, int]]:
         """Parse `sizes` into each level's minimum and maximum number of tokens. Raises TaskError if it is invalid."""
-        found = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in self.sizes.split(",")]
-        ranges = [(int(one[1]), int(one[2] or one[1])) for one in found if one]
+        matches = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in self.sizes.split(",")]
+        ranges = [(int(match[1]), int(match[2] or match[1])) for match in matches if match]
         if not 1 <= self.symbols <= SYMBOLS:
             raise TaskError(f"{self.name}: symbols={self.symbols}: is from 1 to {SYMBOLS}")
         usable = all(1 <= fewest <= most <= self.symbols for fewest, most in ranges)
-        if not usable or not 1 <= len(ranges) == len(found) <= MOST_LEVELS:
+        if not usable or not 1 <= len(ranges) == len(matches) <= MOST_LEVELS:
             cure = f"1 to {MOST_LEVELS} ranges from 1 to {self.symbols}, such as 5-16,5-16"
             raise TaskError(f"{self.name}: sizes={self.sizes}: is {cure}")
         return ranges

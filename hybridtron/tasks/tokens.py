@@ -52,8 +52,8 @@ def open_tokens(name: str) -> TextTokens:
     """Open a tokenizer: `bytes`, a tokenizer.json, or a folder that has one. Raises TaskError if it can't be read."""
     if name == BYTES:
         return ByteTokens()
-    if (wrong := possible_path(name)) is not None:
-        raise TaskError(f"--tokenizer {wrong}")
+    if (fault := possible_path(name)) is not None:
+        raise TaskError(f"--tokenizer {fault}")
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     try:

@@ -76,8 +76,8 @@ def single_words() -> tuple[str, ...]:
 @cache
 def _plain() -> dict[str, tuple[str, ...]]:
     """Return all-lower-case words by their kind's first letter; words that begin with `magic` are left out."""
-    kept = re.compile(r"(?!magic)[a-z]+\Z")
-    return {kind[0]: tuple(word for word in words if kept.match(word)) for kind, words in lists().items()}
+    pattern = re.compile(r"(?!magic)[a-z]+\Z")
+    return {kind[0]: tuple(word for word in words if pattern.match(word)) for kind, words in lists().items()}
 
 
 def sentences() -> Iterator[str]:

@@ -56,16 +56,17 @@ def distinct(
 
     Raises TaskError if the task does not give that many distinct samples in TRIES * count tries.
     """
-    found, index = 0, 0
-    while found < count:
+    num_distinct = 0
+    index = 0
+    while num_distinct < count:
         if index >= TRIES * count:
-            message = f"{task.name}: a length of {length} gives {found} distinct samples in {index} tries"
+            message = f"{task.name}: a length of {length} gives {num_distinct} distinct samples in {index} tries"
             raise TaskError(f"{message}, and {count} are asked for")
         sample = task.sample(seed, index, tokenizer, length)
         index += 1
         if (digest := identity(sample)) not in seen:
             seen.add(digest)
-            found += 1
+            num_distinct += 1
             yield sample
 
 

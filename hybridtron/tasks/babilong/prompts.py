@@ -44,8 +44,8 @@ class Prompt:
 
     def head(self) -> str:
         """Return instruction, examples and answer format as one text."""
-        shown = [f"<example>\n{facts}\nAnswer: {answer}\n</example>" for facts, answer in self.examples]
-        return f"{self.instruction}\n\n{self.between.join(shown)}\n\n{self.post}"
+        example_texts = [f"<example>\n{facts}\nAnswer: {answer}\n</example>" for facts, answer in self.examples]
+        return f"{self.instruction}\n\n{self.between.join(example_texts)}\n\n{self.post}"
 
 
 PROMPTS: dict[str, Prompt] = {

@@ -79,22 +79,23 @@ def _moving_objects(random: Random, ask: Callable[[World], Asked | None]) -> Ste
     After at least 3 statements since the last question, each statement is followed by a question with probability 1/2,
     unless `ask` returns None.
     """
-    world, since = World(random), 0
+    world = World(random)
+    since_question = 0
     for statement in _stream(world, ("get", "drop"), ("get", "drop")):
         yield statement
-        since += 1
-        if since >= 3 and random.random() < 0.5 and (asked := ask(world)):
+        since_question += 1
+        if since_question >= 3 and random.random() < 0.5 and (asked := ask(world)):
             yield asked
-            since = 0
+            since_question = 0
 
 
 def qa2(random: Random) -> Steps:
     """The location of an object held by a person whose location is known."""
 
     def ask(world: World) -> Asked | None:
-        known = sorted(one for one, holder in world.holder.items() if holder in world.known)
-        one = random.choice(known) if known else ""
-        return Asked(0, f"Where is the {one}?", world.known[world.holder[one]], (one,)) if known else None
+        known_items = sorted(item for item, holder in world.holder.items() if holder in world.known)
+        item = random.choice(known_items) if known_items else ""
+        return Asked(0, f"Where is the {item}?", world.known[world.holder[item]], (item,)) if known_items else None
 
     return _moving_objects(random, ask)
 
@@ -103,12 +104,12 @@ def qa3(random: Random) -> Steps:
     """The location of an object before its last known one."""
 
     def ask(world: World) -> Asked | None:
-        known = sorted(one for one, trail in world.trail.items() if len(trail) >= 2)
-        if not known:
+        known_items = sorted(item for item, trail in world.trail.items() if len(trail) >= 2)
+        if not known_items:
             return None
-        one = random.choice(known)
-        before, now = world.trail[one][-2:]
-        return Asked(0, f"Where was the {one} before the {now}?", before, (now, one))
+        item = random.choice(known_items)
+        before, now = world.trail[item][-2:]
+        return Asked(0, f"Where was the {item} before the {now}?", before, (now, item))
 
     return _moving_objects(random, ask)
 
@@ -141,22 +142,27 @@ GIVING = (  # question, answer, relative frequency in the released data set
 
 def qa5(random: Random) -> Steps:
     """Giver, receiver or object of a handover, with up to 5 unrelated statements after it."""
-    world, since = World(random, ("Fred", "Jeff", "Bill", "Mary")), 0
+    world = World(random, ("Fred", "Jeff", "Bill", "Mary"))
+    since_question = 0
     while True:
         kind = random.choice(("get", "give", "move"))
         valid = world.handlings((kind,))
         chosen = random.choice(valid) if valid else None
         yield world.do(chosen) if chosen else world.move()
-        since += 1
-        if chosen is None or kind != "give" or since < 2:
+        since_question += 1
+        if chosen is None or kind != "give" or since_question < 2:
             continue
         for _ in range(random.randint(0, 5)):
-            valid = [one for one in world.handlings((random.choice(("get", "give", "move")),)) if _apart(one, chosen)]
+            valid = [
+                handling
+                for handling in world.handlings((random.choice(("get", "give", "move")),))
+                if _apart(handling, chosen)
+            ]
             yield world.do(random.choice(valid)) if valid else world.move()
-        form, wanted, _ = random.choices(GIVING, [share for *_, share in GIVING])[0]
-        question = form.format(a=chosen.person, b=chosen.receiver, o=chosen.object)
-        yield Asked(0, question, getattr(chosen, wanted))
-        since = 0
+        template, role, _ = random.choices(GIVING, [share for *_, share in GIVING])[0]
+        question = template.format(a=chosen.person, b=chosen.receiver, o=chosen.object)
+        yield Asked(0, question, getattr(chosen, role))
+        since_question = 0
 
 
 def _apart(one: Handling, given: Handling) -> bool:
@@ -187,14 +193,15 @@ def _carrying(random: Random, question: str, answer: Callable[[list[str]], str])
 
     The first question follows the first handling, but at least 2 statements. Others follow every 2 statements.
     """
-    world, since = World(random), 0
+    world = World(random)
+    since_question = 0
     for statement in _stream(world, ("get", "drop"), ("give",)):
         yield statement
-        since += 1
-        if since >= 2 and world.handled:
+        since_question += 1
+        if since_question >= 2 and world.handled:
             person = random.choice(sorted(world.handled))
             yield Asked(0, question.format(person), answer(world.held_by(person)))
-            since = 0
+            since_question = 0
 
 
 def qa7(random: Random) -> Steps:
@@ -210,25 +217,28 @@ def qa8(random: Random) -> Steps:
 
 def qa9(random: Random) -> Steps:
     """A yes-or-no question about a person's location, where some statements are negated."""
-    world, said = World(random), {}
-    before: dict[str, str] = {}
+    world = World(random)
+    last_said = {}
+    former_place: dict[str, str] = {}
     while True:
         for _ in range(2):
             kind = random.choice(("move", "is", "not"))
             if kind == "move":
-                was = dict(world.where)
+                places_before = dict(world.where)
                 yield world.move()
-                (person,) = (one for one in was if was[one] != world.where[one])
-                before[person] = was[person]
-                said[person] = (True, world.where[person])
+                (person,) = (
+                    candidate for candidate in places_before if places_before[candidate] != world.where[candidate]
+                )
+                former_place[person] = places_before[person]
+                last_said[person] = (True, world.where[person])
                 continue
             person = random.choice(world.people)
             place = world.where[person] if kind == "is" else world.another_place(world.where[person])
-            no_longer = kind == "not" and place == before.get(person)
-            said[person] = (kind == "is", place)
+            no_longer = kind == "not" and place == former_place.get(person)
+            last_said[person] = (kind == "is", place)
             yield f"{person} is {'' if kind == 'is' else 'no longer ' if no_longer else 'not '}in the {place}."
-        person = random.choice(sorted(said))
-        positive, place = said[person]
+        person = random.choice(sorted(last_said))
+        positive, place = last_said[person]
         yield _yes_or_no(world, person, place) if positive else Asked(0, f"Is {person} in the {place}?", "no")
 
 
@@ -245,16 +255,17 @@ def qa10(random: Random) -> Steps:
     while True:
         answer = random.choice(("yes", "no", "maybe"))
         yield _perhaps(world, said, random.choice(("move", "is", "either")))
-        wanted = {"yes": 1, "maybe": 2}.get(answer)  # number of places that a person's last statement must leave open
-        possible = wanted is None or any(len(places) == wanted for places in said.values())
-        kinds = ("move", "is", "either") if possible else ("move", "is") if wanted == 1 else ("either",)
+        # the number of places that a person's last statement must leave open
+        num_places = {"yes": 1, "maybe": 2}.get(answer)
+        possible = num_places is None or any(len(places) == num_places for places in said.values())
+        kinds = ("move", "is", "either") if possible else ("move", "is") if num_places == 1 else ("either",)
         yield _perhaps(world, said, random.choice(kinds))
-        suited = sorted(person for person, places in said.items() if wanted in (None, len(places)))
-        if not suited:  # the second statement changed the only person for whom the answer was possible
+        suited_people = sorted(person for person, places in said.items() if num_places in (None, len(places)))
+        if not suited_people:  # the second statement changed the only person for whom the answer was possible
             person = random.choice(sorted(said))
             answer = {1: "yes", 2: "maybe"}[len(said[person])]
         else:
-            person = random.choice(suited)
+            person = random.choice(suited_people)
         others = [place for place in world.places if place not in said[person]]
         yield Asked(0, f"Is {person} in the {random.choice(others if answer == 'no' else said[person])}?", answer)
 
@@ -262,9 +273,9 @@ def qa10(random: Random) -> Steps:
 def _perhaps(world: World, said: dict[str, tuple[str, ...]], kind: str) -> str:
     """Return a statement (move, is or either), and record in `said` the places that it leaves for the person."""
     if kind == "move":
-        was = dict(world.where)
+        places_before = dict(world.where)
         statement = world.move()
-        (person,) = (one for one in was if was[one] != world.where[one])
+        (person,) = (candidate for candidate in places_before if places_before[candidate] != world.where[candidate])
         said[person] = (world.where[person],)
         return statement
     person = world.random.choice(world.people)

@@ -108,25 +108,26 @@ class Babilong(FittedTask):
             asked = story.asked[index % len(story.asked)]
             if asked.facts <= length // 8:
                 return story, asked
-        few = f"none of {STORIES_TRIED} stories has at most {length // 8} facts"
-        raise TaskError(f"{self.name}: a length of {length} is too short: {few}")
+        reason = f"none of {STORIES_TRIED} stories has at most {length // 8} facts"
+        raise TaskError(f"{self.name}: a length of {length} is too short: {reason}")
 
     def background(self, random: Random, words: int) -> list[str]:
         """Return `words` words of consecutive sentences from a random one on; the last sentence is cut."""
         if self.essay == "none" or words == 0:
             return []
-        known = _sentences(self.essay)
-        place = random.randrange(len(known))
-        found: list[str] = []
+        sentences = _sentences(self.essay)
+        place = random.randrange(len(sentences))
+        chosen_sentences: list[str] = []
         while words > 0:
-            sentence = known[place % len(known)].split()[:words]
-            found.append(" ".join(sentence))
+            sentence = sentences[place % len(sentences)].split()[:words]
+            chosen_sentences.append(" ".join(sentence))
             words -= len(sentence)
             place += 1
-        return found
+        return chosen_sentences
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        (wanted,), labels = sample.outputs, LABELS[self.story]
+        (wanted,) = sample.outputs
+        labels = LABELS[self.story]
         question = sample.meta["question"]
         return {
             "accuracy": judged(answer, wanted, question, labels, in_words),
@@ -157,19 +158,19 @@ def judged(
     """
     written = re.split(r"\.|<context>|<example>", answer.lower())[0]
     lowered = [label.lower() for label in labels]
-    found = {label for label in lowered if occurs(label, written)}
-    found -= {label for label in lowered if occurs(label, question.lower())}
-    return float(found == set(wanted.lower().split(",")))
+    answer_labels = {label for label in lowered if occurs(label, written)}
+    answer_labels -= {label for label in lowered if occurs(label, question.lower())}
+    return float(answer_labels == set(wanted.lower().split(",")))
 
 
 @cache
 def _sentences(provider: str) -> list[str]:
     """Return a corpus's sentences that can be background: long enough, and without both a person and a place."""
-    kept = []
+    sentences = []
     for sentence in corpus_sentences(provider):
         words = set(re.findall(r"\w+", sentence))
         if len(sentence.split()) >= SHORTEST_SENTENCE and not (words & NAMED and words & NAMED_PLACES):
-            kept.append(sentence)
-    if not kept:
+            sentences.append(sentence)
+    if not sentences:
         raise TaskError(f"essay={provider}: has no sentence of {SHORTEST_SENTENCE} words")
-    return kept
+    return sentences

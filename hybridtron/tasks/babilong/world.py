@@ -53,11 +53,11 @@ class World:
 
     def __post_init__(self) -> None:
         self.where = {person: self.random.choice(self.places) for person in self.people}
-        self.lies = {one: self.random.choice(self.places) for one in OBJECTS}
+        self.lies = {item: self.random.choice(self.places) for item in OBJECTS}
 
     def held_by(self, person: str) -> list[str]:
         """List the objects that a person holds, oldest first."""
-        return [one for one, holder in self.holder.items() if holder == person]
+        return [item for item, holder in self.holder.items() if holder == person]
 
     def another_place(self, than: str) -> str:
         """Draw a place other than the given one."""
@@ -68,42 +68,43 @@ class World:
         person = self.random.choice(self.people)
         place = self.another_place(self.where[person])
         self.where[person] = self.known[person] = place
-        for one in self.held_by(person):
-            self._seen(one, person)
+        for item in self.held_by(person):
+            self._seen(item, person)
         return f"{person} {self.random.choice(MOVE)} the {place}."
 
     def handlings(self, kinds: tuple[str, ...]) -> list[Handling]:
         """List the valid actions of these kinds."""
-        found = [
-            Handling("get", person, one)
-            for one, place in self.lies.items()
+        handlings = [
+            Handling("get", person, item)
+            for item, place in self.lies.items()
             for person in self.people
             if self.where[person] == place
         ]
-        for one, holder in self.holder.items():
-            found.append(Handling("drop", holder, one))
-            here = [other for other in self.people if other != holder and self.where[other] == self.where[holder]]
-            found += [Handling("give", holder, one, other) for other in here]
-        return [handling for handling in found if handling.kind in kinds]
+        for item, holder in self.holder.items():
+            handlings.append(Handling("drop", holder, item))
+            receivers = [other for other in self.people if other != holder and self.where[other] == self.where[holder]]
+            handlings += [Handling("give", holder, item, other) for other in receivers]
+        return [handling for handling in handlings if handling.kind in kinds]
 
     def do(self, handling: Handling) -> str:
         """Carry out an action, and return the statement."""
-        person, one = handling.person, handling.object
-        self.lies.pop(one, None)
-        self.holder.pop(one, None)
+        person = handling.person
+        item = handling.object
+        self.lies.pop(item, None)
+        self.holder.pop(item, None)
         for involved in (person, handling.receiver):
             self.handled += [involved] if involved and involved not in self.handled else []
-        there = self.random.choice(("", " there"))
+        suffix = self.random.choice(("", " there"))
         if handling.kind == "give":
-            self.holder[one] = handling.receiver
-            self._seen(one, handling.receiver)
-            return f"{person} {self.random.choice(GIVE)} the {one} to {handling.receiver}."
+            self.holder[item] = handling.receiver
+            self._seen(item, handling.receiver)
+            return f"{person} {self.random.choice(GIVE)} the {item} to {handling.receiver}."
         if handling.kind == "get":
-            self.holder[one] = person
-            self._seen(one, person)
-            return f"{person} {self.random.choice(GET)} the {one}{there}."
-        self.lies[one] = self.where[person]
-        return f"{person} {self.random.choice(DROP)} the {one}{there}."
+            self.holder[item] = person
+            self._seen(item, person)
+            return f"{person} {self.random.choice(GET)} the {item}{suffix}."
+        self.lies[item] = self.where[person]
+        return f"{person} {self.random.choice(DROP)} the {item}{suffix}."
 
     def _seen(self, one: str, person: str) -> None:
         """Extend an object's trail by its holder's place; the trail is cleared if that place is not known."""

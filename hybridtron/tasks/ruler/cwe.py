@@ -87,17 +87,17 @@ class CommonWords(RulerTask):
         known = word_list(self.words)
         common, context = self.drawn(known, random, min(units, len(known)), repeats)
         example, example_context = self.drawn(known, random, example_words, example_repeats)
-        shown = f"{QUESTION.format(context=example_context)}{PREFIX}{numbered(example)}\n"
+        example_text = f"{QUESTION.format(context=example_context)}{PREFIX}{numbered(example)}\n"
         meta = {"setting": self.setting, "common": common, "example": example}
-        return TaskText(shown + QUESTION.format(context=context), PREFIX, numbered(common), tuple(common), meta)
+        return TaskText(example_text + QUESTION.format(context=context), PREFIX, numbered(common), tuple(common), meta)
 
     def drawn(
         self, known: tuple[str, ...], random: Random, count: int, repeats: tuple[int, int]
     ) -> tuple[list[str], str]:
         """Draw `count` words, the first COMMON of which are common; returns the common ones and the numbered list."""
         words = random.sample(known, count)
-        common, rest = words[:COMMON], words[COMMON:]
-        shuffled = self.shuffled(common * repeats[0] + rest * repeats[1], random)
+        common, others = words[:COMMON], words[COMMON:]
+        shuffled = self.shuffled(common * repeats[0] + others * repeats[1], random)
         return common, numbered(shuffled).strip()
 
 

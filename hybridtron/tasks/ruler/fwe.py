@@ -49,8 +49,8 @@ class FrequentWords(RulerTask):
             word = "".join(random.choices(ascii_lowercase, k=LETTERS))
             words += [word] if word not in words else []
         counts = [floor(units * rank**-2 / ZETA_2) for rank in range(1, len(words) + 1)]
-        text = [word for word, count in zip([DOTS, *words[1:]], counts, strict=True) for _ in range(count)]
-        context = " ".join(self.shuffled(text, random))
+        coded_words = [word for word, count in zip([DOTS, *words[1:]], counts, strict=True) for _ in range(count)]
+        context = " ".join(self.shuffled(coded_words, random))
         outputs = tuple(words[1:4])
         meta = {"counts": [count for count in counts if count]}
         return TaskText(QUESTION.format(context=context), PREFIX, f" {listed(outputs)}.", outputs, meta)

@@ -97,22 +97,23 @@ class Needles(RulerTask):
             key = drawn(self.keys, random)
             keys += [key] if key not in keys else []
         values = {key: [drawn(self.values, random) for _ in range(self.num_values)] for key in keys}
-        asked = random.sample(keys, self.num_queries)
+        asked_keys = random.sample(keys, self.num_queries)
         hidden = self.shuffled([(key, value) for key in keys for value in values[key]], random)
         lines, joint = self.lines(keys, units, random)
         places = self.places(len(hidden), len(lines), random, index)
         needles = [NEEDLE.format(kind=self.values, key=key, value=value) for key, value in hidden]
         context = joint.join(inserted(lines, places, needles))
-        outputs = tuple(value for key in asked for one, value in hidden if one == key)
-        return self.asked_about(context, asked, outputs, {"hidden": hidden, "places": places})
+        outputs = tuple(value for key in asked_keys for hidden_key, value in hidden if hidden_key == key)
+        return self.asked_about(context, asked_keys, outputs, {"hidden": hidden, "places": places})
 
     def asked_about(self, context: str, asked: Sequence[str], outputs: tuple[str, ...], meta: dict) -> TaskText:
         """Fill in the template, in the singular if there is only one output."""
-        kind, parts = self.values, [INTRODUCTION, QUESTION, PREFIX]
+        kind = self.values
+        parts = [INTRODUCTION, QUESTION, PREFIX]
         if len(outputs) == 1:
             kind = kind.removesuffix("s")
-            for several, one in SINGULAR:
-                parts = [part.replace(several, one) for part in parts]
+            for plural_form, singular_form in SINGULAR:
+                parts = [part.replace(plural_form, singular_form) for part in parts]
         before, after, prefix = (part.format(kind=kind, query=listed(asked)) for part in parts)
         meta = {"asked": list(asked), "haystack": self.haystack, **meta}
         if self.haystack == "essay":

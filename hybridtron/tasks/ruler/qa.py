@@ -68,7 +68,7 @@ class QuestionAnswering(RulerTask):
         return f"RULER: a question about documents ({PUBLISHED[self.source].about})"
 
     def steps(self, length: int) -> tuple[int, int]:
-        fewest = max(len(one.gold) for one in self.known().questions)
+        fewest = max(len(question.gold) for question in self.known().questions)
         step = 10 if self.faithful else 1
         return max(fewest, step), step
 
@@ -95,16 +95,26 @@ class QuestionAnswering(RulerTask):
         return super().sample(seed, index, tokenizer, length)
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
-        asked, documents = self.asked(random, index), self.known().documents
-        near = random.sample(asked.near, min(len(asked.near), max(units - len(asked.gold), 0)))
-        chosen = [*asked.gold, *near]
-        others = sorted(set(range(len(documents))) - set(chosen))
-        chosen += random.sample(others, min(max(units - len(chosen), 0), len(others)))
-        chosen = self.shuffled(chosen, random)
-        context = "\n\n".join(f"Document {place}:\n{documents[one]}" for place, one in enumerate(chosen, 1))
-        question = QUESTION.format(context=context, question=asked.question)
-        meta = {"documents": chosen, "gold": list(asked.gold), "question": asked.question, "source": self.source}
-        return TaskText(question, PREFIX, f" {asked.answers[0]}", asked.answers, meta)
+        asked_question = self.asked(random, index)
+        documents = self.known().documents
+        near = random.sample(
+            asked_question.near, min(len(asked_question.near), max(units - len(asked_question.gold), 0))
+        )
+        chosen_documents = [*asked_question.gold, *near]
+        others = sorted(set(range(len(documents))) - set(chosen_documents))
+        chosen_documents += random.sample(others, min(max(units - len(chosen_documents), 0), len(others)))
+        chosen_documents = self.shuffled(chosen_documents, random)
+        context = "\n\n".join(
+            f"Document {place}:\n{documents[number]}" for place, number in enumerate(chosen_documents, 1)
+        )
+        question = QUESTION.format(context=context, question=asked_question.question)
+        meta = {
+            "documents": chosen_documents,
+            "gold": list(asked_question.gold),
+            "question": asked_question.question,
+            "source": self.source,
+        }
+        return TaskText(question, PREFIX, f" {asked_question.answers[0]}", asked_question.answers, meta)
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
         return question_scores(sample, answer)
@@ -127,40 +137,40 @@ def _data_set(name: str, source: str, file: Path) -> DocumentSet:
         raise TaskError(f"{name}: there is no {file}: {cure}; {substitute}")
     try:
         content = json_of(read_regular(file, LARGEST_DATA))
-        found = {"squad": _squad, "hotpotqa": _hotpotqa}[source](content)
+        data_set = {"squad": _squad, "hotpotqa": _hotpotqa}[source](content)
     except (Unreadable, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise TaskError(f"{name}: {file} can't be read as {PUBLISHED[source].name}: {error!r}") from error
-    if not found.questions:
+    if not data_set.questions:
         raise TaskError(f"{name}: {file} has no question that can be answered")
-    return found
+    return data_set
 
 
 def _squad(content: dict) -> DocumentSet:
     """Convert SQuAD: each paragraph is a document; questions without an answer are left out."""
-    found = DocumentSet()
+    data_set = DocumentSet()
     for article in content["data"]:
-        first = len(found.documents)
-        here = range(first, first + len(article["paragraphs"]))
+        first = len(data_set.documents)
+        article_numbers = range(first, first + len(article["paragraphs"]))
         for number, paragraph in enumerate(article["paragraphs"], first):
-            found.documents.append(paragraph["context"])
-            near = tuple(other for other in here if other != number)
-            for asked in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
-                if answers and not asked.get("is_impossible"):
-                    found.questions.append(AskedQuestion(asked["question"], answers, (number,), near))
-    return found
+            data_set.documents.append(paragraph["context"])
+            near = tuple(other for other in article_numbers if other != number)
+            for entry in paragraph["qas"]:
+                answers = tuple(dict.fromkeys(answer["text"] for answer in entry["answers"]))
+                if answers and not entry.get("is_impossible"):
+                    data_set.questions.append(AskedQuestion(entry["question"], answers, (number,), near))
+    return data_set
 
 
 def _hotpotqa(content: list) -> DocumentSet:
     """Convert HotpotQA: each distinct paragraph with its title is a document; a question's ten paragraphs are gold."""
-    found = DocumentSet()
+    data_set = DocumentSet()
     numbers: dict[str, int] = {}
-    for asked in content:
-        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]]
+    for entry in content:
+        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]]
         for text in texts:
             if text not in numbers:
-                numbers[text] = len(found.documents)
-                found.documents.append(text)
+                numbers[text] = len(data_set.documents)
+                data_set.documents.append(text)
         gold = tuple(dict.fromkeys(numbers[text] for text in texts))
-        found.questions.append(AskedQuestion(asked["question"], (asked["answer"],), gold))
-    return found
+        data_set.questions.append(AskedQuestion(entry["question"], (entry["answer"],), gold))
+    return data_set

@@ -69,7 +69,7 @@ class SyntheticQuestions(RulerTask):
         values = [{kind: random.choice(words.split()) for kind, words in ATTRIBUTES.items()} for _ in names]
         kind = random.choice(list(ATTRIBUTES))
         answer = values[self.hops - 1][kind]
-        documents = [described(*one, random) for one in zip(names, values, partners, strict=True)]
+        documents = [described(*person, random) for person in zip(names, values, partners, strict=True)]
         shuffled = self.shuffled(documents, random)
         context = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(shuffled, 1))
         who = names[0] if self.hops == 1 else f"the partner of {names[0]}"

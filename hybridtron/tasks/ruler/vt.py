@@ -53,7 +53,7 @@ class Drawn:
         for names, value, places in zip(self.names, self.values, self.places, strict=True):
             links = [
                 f"VAR {names[0]} = {value}",
-                *(f"VAR {b} = VAR {a} " for a, b in pairwise(names)),
+                *(f"VAR {later} = VAR {earlier} " for earlier, later in pairwise(names)),
             ]
             lines = inserted(lines, places, links)
         value = str(self.values[0])

@@ -84,8 +84,8 @@ def attempted(patience: Patience, size: int, what: str, attempt: Callable[[], Re
             final = isinstance(error, (ImportError, FileNotFoundError, PermissionError))
             if final or number == patience.retries + 1:
                 took = f"{number} {'attempts' if number > 1 else 'attempt'}, {time.monotonic() - begin:.1f} s"
-                kind = ObjectMissingError if isinstance(error, FileNotFoundError) else StorageError
-                raise kind(f"can't be {what} ({took}): {_described(error)}") from error
+                error_class = ObjectMissingError if isinstance(error, FileNotFoundError) else StorageError
+                raise error_class(f"can't be {what} ({took}): {_described(error)}") from error
         # Random, because processes that were refused together would otherwise retry together.
         time.sleep(patience.pause(number) * random.SystemRandom().uniform(0.5, 1))
     raise AssertionError("at least one attempt is made")

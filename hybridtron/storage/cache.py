@@ -57,8 +57,8 @@ def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
                 f"the cache {options.folder} has no room for {size} bytes ({error.strerror}): free some, move it with "
                 "data.cache, or let it drop shards with a smaller data.cache_limit"
             ) from error
-        of_cache = error.filename is None or str(error.filename).startswith(str(options.folder))
-        if of_cache and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        is_cache_file = error.filename is None or str(error.filename).startswith(str(options.folder))
+        if is_cache_file and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise StorageError(
                 f"the cache {options.folder} can't be written ({error.strerror}), and {size} bytes have to be: name a "
                 "folder of yours with data.cache"
@@ -169,13 +169,13 @@ def make_room(options: CacheOptions, size: int) -> bool:
     assert options.limit is not None
     reserved = _reserved(options.folder)  # first: a file that is completed meanwhile then counts twice, not never
     files = sorted(_evictable(options.folder))
-    free = options.limit - size - reserved - sum(bytes_ for _, bytes_, _, _ in files)
-    for _, bytes_, file, mark in files:
+    free = options.limit - size - reserved - sum(num_bytes for _, num_bytes, _, _ in files)
+    for _, num_bytes, file, mark in files:
         if free >= 0:
             break
         file.unlink(missing_ok=True)
         mark.unlink(missing_ok=True)
-        free += bytes_
+        free += num_bytes
     return free >= 0
 
 

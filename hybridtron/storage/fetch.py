@@ -36,13 +36,13 @@ class Wanted(Generic[Opened]):
 
     def ready(self, remote: Remote, folder: Path) -> tuple[Path, Opened]:
         """Fetch the file once into the temporary `folder` and verify it; return its path and the result of `opened`."""
-        into = folder / secrets.token_hex(8) / "file"
-        brought = remote.bring(self.stored, into.with_name("stored") if self.unpacked else into)
+        unpacked_path = folder / secrets.token_hex(8) / "file"
+        brought_path = remote.bring(self.stored, unpacked_path.with_name("stored") if self.unpacked else unpacked_path)
         if self.unpacked is not None:
-            data = self.unpacked(brought)
-            into.parent.mkdir(parents=True, exist_ok=True)
-            into.write_bytes(data)
-        return into, self.opened(into)
+            data = self.unpacked(brought_path)
+            unpacked_path.parent.mkdir(parents=True, exist_ok=True)
+            unpacked_path.write_bytes(data)
+        return unpacked_path, self.opened(unpacked_path)
 
 
 def fetched(
@@ -53,7 +53,8 @@ def fetched(
     Files that are `evictable` count against the cache's limit. A failure raises StorageError, and never leaves a
     damaged file in the cache.
     """
-    options, size = entry.options, wanted.size
+    options = entry.options
+    size = wanted.size
 
     def attempt() -> tuple[Path, Opened]:
         with disk_advice(options, size):

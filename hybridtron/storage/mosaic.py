@@ -91,10 +91,11 @@ def _without_packages() -> Iterator[None]:
     if PACKAGE in sys.modules:
         yield
         return
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"No module named {PACKAGE!r}", name=PACKAGE)
-    root, before = Path(next(iter(found.submodule_search_locations))), set(sys.modules)
+    root = Path(next(iter(spec.submodule_search_locations)))
+    modules_before = set(sys.modules)
     for package, folder in ((PACKAGE, root), (f"{PACKAGE}.base", root / "base")):
         stand_in = ModuleType(package)
         stand_in.__path__ = [str(folder)]
@@ -102,6 +103,6 @@ def _without_packages() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in sys.modules.keys() - before:
+        for name in sys.modules.keys() - modules_before:
             if name.partition(".")[0] == PACKAGE:
                 del sys.modules[name]

@@ -49,8 +49,9 @@ class Bucket:
 
         There is no retry, because bytes that were already yielded cannot be withdrawn.
         """
-        once, arriving = replace(self.patience, retries=0), self._arriving(name)
-        while piece := attempted(once, AT_ONCE, "read", lambda: next(arriving, b"")):
+        single_attempt = replace(self.patience, retries=0)
+        arriving = self._arriving(name)
+        while piece := attempted(single_attempt, AT_ONCE, "read", lambda: next(arriving, b"")):
             yield piece
 
     def small(self, name: str, limit: int) -> bytes | None:
@@ -121,12 +122,12 @@ def _connect(timeout: float) -> Any:
     from boto3.session import Session  # a new session, because boto3's default session is not thread-safe
     from botocore.config import Config
 
-    needed: Any = "when_required"  # stores other than Amazon's may not know boto3's default checksums
+    checksum_setting: Any = "when_required"  # stores other than Amazon's may not know boto3's default checksums
     config = Config(
         connect_timeout=min(20, timeout),
         read_timeout=timeout,
         retries={"mode": "standard"},
-        request_checksum_calculation=needed,
-        response_checksum_validation=needed,
+        request_checksum_calculation=checksum_setting,
+        response_checksum_validation=checksum_setting,
     )
     return Session().client("s3", endpoint_url=os.environ.get("S3_ENDPOINT_URL"), config=config)

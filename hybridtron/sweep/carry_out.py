@@ -71,9 +71,10 @@ class Folder:
         """
         known = read_record(self.path / STARTED)
         for run in sweep.runs:
-            settings, before = self.settings(run), known.get(run.name, [])
-            if before and before != settings and self.of(run.name).exists():
-                changed = sorted(set(before) ^ set(settings))
+            settings = self.settings(run)
+            earlier_settings = known.get(run.name, [])
+            if earlier_settings and earlier_settings != settings and self.of(run.name).exists():
+                changed = sorted(set(earlier_settings) ^ set(settings))
                 raise Unusable(
                     f"{self.of(run.name)} was started with other settings ({', '.join(changed)}): "
                     "name another folder with --output, or remove this run's"
@@ -95,14 +96,14 @@ def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[Collecti
     running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], float]] = {}
     with _ended_with(running):
         while waiting or running:
-            for run in _ready(waiting, {*running, *(one.name for one in waiting)}, jobs - len(running)):
+            for run in _ready(waiting, {*running, *(entry.name for entry in waiting)}, jobs - len(running)):
                 waiting.remove(run)
                 if run.start in failed:
                     failed.add(run.name)
                     yield EndedRun(run, 0.0, f"{run.start} failed, whose weights it starts from")
                 else:
                     running[run.name] = run, _started(run, folder), time.monotonic()
-            ended = [one for one in running.values() if one[1].poll() is not None]
+            ended = [entry for entry in running.values() if entry[1].poll() is not None]
             watch(running)
             for run, process, began in ended:
                 del running[run.name]
@@ -145,11 +146,11 @@ def _ended_with(running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], floa
     def stop(number: int, _: object) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    handler_before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler_before)
         for _, process, _ in running.values():
             process.terminate()
         for _, process, _ in running.values():

@@ -94,23 +94,24 @@ class _File:
 
     def variants(self) -> list[Variant]:
         """Parse the variants; a file without any has a single one with an empty name."""
-        found = []
+        variants = []
         by_name = {"": []} if self.parts.get("variants") is None else self.parts["variants"]
         if not isinstance(by_name, dict) or not by_name:
             raise self.wrong("variants", "must be settings by name, such as `samba: [recipe=laptop]`")
         for name, value in by_name.items():
-            part, named = f"variants.{name}", None
+            part = f"variants.{name}"
+            start_name = None
             if not isinstance(name, str | int):
                 raise self.wrong(part, "must have a name that is a text")
             if isinstance(value, dict):
                 if unknown := sorted(set(value) - {"from", "settings"}):
                     raise self.wrong(part, f"has {unknown[0]!r}; it can have `from` and `settings`")
-                value, named = value.get("settings", []), value.get("from")
-            start = None if named is None else folder_of(str(named))
-            if start is not None and start not in [one.name for one in found]:
+                value, start_name = value.get("settings", []), value.get("from")
+            start = None if start_name is None else folder_of(str(start_name))
+            if start is not None and start not in [earlier.name for earlier in variants]:
                 raise self.wrong(part, f"starts from {start!r}, which is no variant before it")
-            found.append(Variant(str(name), self.settings(part, value), start, start != named))
-        return found
+            variants.append(Variant(str(name), self.settings(part, value), start, start != start_name))
+        return variants
 
     def grid(self) -> dict[str, list[str]]:
         """Parse the grid: each key's values, as text."""
@@ -131,10 +132,10 @@ class _File:
 
     def metrics(self) -> tuple[str, ...]:
         """Parse the names of metrics."""
-        given = self.parts.get("metrics", list(DEFAULT_METRICS))
-        if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
-            raise self.wrong("metrics", f"is {given!r}, must be a list of names such as [loss, validation/1x]")
-        return tuple(given)
+        names = self.parts.get("metrics", list(DEFAULT_METRICS))
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise self.wrong("metrics", f"is {names!r}, must be a list of names such as [loss, validation/1x]")
+        return tuple(names)
 
 
 def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
@@ -144,20 +145,20 @@ def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
     """
     parts = read_keys(path, KEYS)
     file = _File(path, parts)
-    of_file = file.settings("settings", [] if parts.get("settings") is None else parts["settings"])
-    shared = (*of_file, *file.settings("the command line", list(settings)))
+    file_settings = file.settings("settings", [] if parts.get("settings") is None else parts["settings"])
+    shared = (*file_settings, *file.settings("the command line", list(settings)))
     grid = file.grid()
     short = _short_names(list(grid))
     runs: dict[str, SweepRun] = {}
     for variant, values in itertools.product(file.variants(), itertools.product(*grid.values())):
-        of_keys = dict(zip(grid, values, strict=True))
-        parts_of_name = [f"{short[key]}={value}" for key, value in of_keys.items()]
+        grid_values = dict(zip(grid, values, strict=True))
+        parts_of_name = [f"{short[key]}={value}" for key, value in grid_values.items()]
         name = _name(variant.name, parts_of_name)
         start = None if variant.start is None else _name(variant.start, parts_of_name)
-        settings = (*shared, *variant.settings, *(f"{key}={value}" for key, value in of_keys.items()))
+        settings = (*shared, *variant.settings, *(f"{key}={value}" for key, value in grid_values.items()))
         if name in runs:
             raise Unusable(f"{path}: two runs would have the name {name}")
-        runs[name] = SweepRun(name, variant.name, of_keys, settings, start, variant.best)
+        runs[name] = SweepRun(name, variant.name, grid_values, settings, start, variant.best)
         if len(runs) > MOST_RUNS:
             raise Unusable(f"{path} has more than {MOST_RUNS:,} runs")
     return Sweep(tuple(runs.values()), tuple(grid), file.metrics())
@@ -176,7 +177,7 @@ def narrowed(sweep: Sweep, names: Collection[str] | None) -> Sweep:
     chosen: set[str] = set()
     for run in sweep.runs:
         if names is None or run.variant in names or run.name in names:
-            chosen.update(one.name for one in with_starts(run, runs))
+            chosen.update(needed.name for needed in with_starts(run, runs))
     return replace(sweep, runs=tuple(run for run in sweep.runs if run.name in chosen))
 
 
@@ -201,8 +202,8 @@ def _text(value: Any) -> str:
 
 def _short_names(keys: list[str]) -> dict[str, str]:
     """Shorten each key to its last word, unless two keys share that word."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return {key: key if last.count(word) > 1 else word for key, word in zip(keys, last, strict=True)}
+    last_words = [key.rpartition(".")[2] for key in keys]
+    return {key: key if last_words.count(word) > 1 else word for key, word in zip(keys, last_words, strict=True)}
 
 
 def _name(variant: str, parts: list[str]) -> str:

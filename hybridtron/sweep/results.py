@@ -42,30 +42,30 @@ class Point:
 
 def points(sweep: Sweep, folder: Folder) -> list[Point]:
     """Compute each point's metrics over its finished runs, in the order in which the sweep lists them."""
-    of_points: dict[tuple[str, ...], list[SweepRun]] = {}
+    runs_by_point: dict[tuple[str, ...], list[SweepRun]] = {}
     for run in sweep.runs:
         if folder.is_finished(run.name):
-            of_points.setdefault(run.point, []).append(run)
-    found = []
-    for runs in of_points.values():
+            runs_by_point.setdefault(run.point, []).append(run)
+    sweep_points = []
+    for runs in runs_by_point.values():
         measured = [last_metrics(folder, run, sweep.metrics) for run in runs]
-        values = {
+        metric_values = {
             metric: Value.of(numbers)
             for metric in sweep.metrics
-            if (numbers := [one[metric] for one in measured if metric in one])
+            if (numbers := [run_metrics[metric] for run_metrics in measured if metric in run_metrics])
         }
-        named = {key: value for key, value in runs[0].values.items() if key != SEED}
-        found.append(Point(runs[0].variant, named, values))
-    return found
+        grid_values = {key: value for key, value in runs[0].values.items() if key != SEED}
+        sweep_points.append(Point(runs[0].variant, grid_values, metric_values))
+    return sweep_points
 
 
 def last_metrics(folder: Folder, run: SweepRun, metrics: Sequence[str]) -> dict[str, float]:
     """Read the last value of each wanted metric from a run's folder; metrics that it lacks are left out."""
-    found: dict[str, float] = {}
+    last_values: dict[str, float] = {}
     for line in read_lines(folder.of(run.name) / "metrics.jsonl"):
         numbers = flat(line)
-        found |= {name: numbers[name] for name in metrics if name in numbers}
-    return found
+        last_values |= {name: numbers[name] for name in metrics if name in numbers}
+    return last_values
 
 
 def lines(sweep: Sweep, folder: Folder) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ with x_t:T the tokens x_t ... x_{T-1}, and d one of
 
 A row is one stream that starts from zero states; document boundaries in it are ignored. x_t:T is read as a separate
 text, whose first token has position 0. Text is read in chunks with carried states, so memory does not grow with its
-length, except for the keys and values in full and span attention. A run's held-out loss is computed in `evaluate.py`.
+length, except for the keys and values in full and span attention. A run's held-out loss is computed in
+`train/evaluate.py`.
 
 Letters: B rows, L tokens read, T = L + 1 tokens of a row where each read one has a successor (T tokens read in the
 remembrance, as in the paper), C tokens of a chunk, V vocabulary, X the axes of a state.

@@ -60,9 +60,9 @@ class Engines:
             self.build(phase.index)
         if not begins:
             return self.now, None
-        given = weights_for(phase)
-        if given is not None:
-            return self.now, Border(given, moments=False, key=phase.own_key("init_from"))
+        initial = weights_for(phase)
+        if initial is not None:
+            return self.now, Border(initial, moments=False, key=phase.own_key("init_from"))
         if not phase.keeps_adapters:  # adapters end or begin here, so the trained weights are others
             return self.now, Border(merged(checkpoint), moments=False)
         return self.now, Border(checkpoint, phase.settings.moments is Moments.keep)

@@ -55,13 +55,13 @@ def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[di
     run, settings = phase.config.run, phase.settings
     documents, tokens = phase.documents, parse_tokens(run.eval_tokens)
     piece = settings.seq_len * max(run.eval_lengths)
-    names = [one.name for one in sources.having("validation")]
+    names = [source.name for source in sources.having("validation")]
     by_length: dict[str, float] = {}
     by_source: dict[str, float] = {}
     for multiple in run.eval_lengths:
         rows = max(1, settings.micro_batch // multiple)
-        read = held_out(sources, documents, settings.seq_len * multiple, tokens, rows, piece)
-        batches = [(names.index(name), batch) for name, batch in read]
+        named_batches = held_out(sources, documents, settings.seq_len * multiple, tokens, rows, piece)
+        batches = [(names.index(name), batch) for name, batch in named_batches]
         losses = engine.losses(shared_out(batches, rows, engine), len(names))
         by_length[f"{multiple}x"] = (losses.total.sum() / losses.tokens.sum()).item()
         if not by_source:
@@ -77,12 +77,12 @@ def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> l
     which do not count in the loss, fill the gaps.
     """
     ranks, stages = engine.groups.data_size, engine.groups.pipeline_size
-    each = math.ceil(len(batches) / (ranks * stages)) * stages
+    batches_per_rank = math.ceil(len(batches) / (ranks * stages)) * stages
     full = [(part, padded(batch, rows)) for part, batch in batches]
     part, first = full[0]
     nothing = replace(first, mask_BL=torch.zeros_like(first.mask_BL))
-    full += [(part, nothing)] * (each * ranks - len(full))
-    return full[engine.groups.data_rank * each :][:each]
+    full += [(part, nothing)] * (batches_per_rank * ranks - len(full))
+    return full[engine.groups.data_rank * batches_per_rank :][:batches_per_rank]
 
 
 def padded(batch: Batch, rows: int) -> Batch:

@@ -72,8 +72,8 @@ class Failures:
         `waiting` says that this rank was waiting for others, so that the cause is looked for among its neighbours.
         """
         rank = self.rank
-        if waiting and (found := self._look_around()) is not None:
-            rank, status = found
+        if waiting and (failed := self._look_around()) is not None:
+            rank, status = failed
             reason = f"rank {rank} {status}; rank {self.rank} noticed by {reason}"
         if not self.record("failed", reason, rank):
             return self._reported() or (rank, reason)
@@ -122,8 +122,8 @@ class Failures:
         """
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
-            if found := read_record(self.run_dir / FILE):
-                return (found["rank"], found["reason"]) if found["outcome"] == "failed" else None
+            if outcome := read_record(self.run_dir / FILE):
+                return (outcome["rank"], outcome["reason"]) if outcome["outcome"] == "failed" else None
             time.sleep(0.05)
         return None
 
@@ -132,8 +132,8 @@ class Failures:
 
         The search ends early, with None, when another rank writes outcome.json.
         """
-        here = self.places[self.rank][0] if self.places else None
-        neighbours = [(rank, process) for rank, (host, process) in enumerate(self.places) if host == here]
+        own_host = self.places[self.rank][0] if self.places else None
+        neighbours = [(rank, process) for rank, (host, process) in enumerate(self.places) if host == own_host]
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until and not (self.run_dir / FILE).exists():
             for rank, process in neighbours:

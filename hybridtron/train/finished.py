@@ -46,19 +46,19 @@ def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) 
 def check_unchanged(start: Checkpoint, config: Config) -> None:
     """Raise ConfigError if a finished run is started with keys that differ from its checkpoint and would do nothing."""
     step = start.meta.step
-    held = dict(_leaves(to_plain(start.config)))
-    ours = dict(_leaves(to_plain(phase_ending_at(resolve(config), step).config)))
+    trained = dict(_leaves(to_plain(start.config)))
+    configured = dict(_leaves(to_plain(phase_ending_at(resolve(config), step).config)))
     if last_step(config) == step:
-        ours["run.max_steps"] = held.get("run.max_steps")
+        configured["run.max_steps"] = trained.get("run.max_steps")
     problems = [
-        Problem(key, f"is {_shown(ours, key)}, and was {_shown(held, key)} when {config.run.dir} was trained")
-        for key in {**ours, **held}
-        if ours.get(key) != held.get(key) and not FREE.fullmatch(key)
+        Problem(key, f"is {_shown(configured, key)}, and was {_shown(trained, key)} when {config.run.dir} was trained")
+        for key in {**configured, **trained}
+        if configured.get(key) != trained.get(key) and not FREE.fullmatch(key)
     ]
     if problems:
         why = f"has finished at step {step}, so that nothing would be done with these keys: leave them as they were"
-        other = "a run of its own is run.name=NAME or run.dir=FOLDER, one from scratch here run.resume=never"
-        raise ConfigError([*problems, Problem("run.dir", f"{why}; {other}; phases or run.max_steps train further")])
+        cure = "a run of its own is run.name=NAME or run.dir=FOLDER, one from scratch here run.resume=never"
+        raise ConfigError([*problems, Problem("run.dir", f"{why}; {cure}; phases or run.max_steps train further")])
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -103,7 +103,7 @@ class RunLock:
     def _taken(self) -> bool:
         """Try to take the lock once, and return True on success. The file then stays open in `self._file`."""
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        taken = False
+        acquired = False
         try:
             locked = _lock(self._file)
             self._holder = _read(self._file)
@@ -113,10 +113,10 @@ class RunLock:
             if self._holder and by_heartbeat and self._beats():
                 return False
             self._write_own()
-            taken = locked is not None or self._settled()
-            return taken
+            acquired = locked is not None or self._settled()
+            return acquired
         finally:
-            if not taken:
+            if not acquired:
                 os.close(self._file)
 
     def _write_own(self) -> None:

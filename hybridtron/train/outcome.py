@@ -43,16 +43,16 @@ class Progress:
 def record_exports(run_dir: Path, failed: Mapping[str, str]) -> None:
     """Update outcome.json of a finished run after a retry of its exports; `failed` holds the reasons by phase."""
     path = run_dir / FILE
-    found = read_record(path) or {"outcome": "finished"}
-    if failed or "failed_exports" in found:
-        found.pop("failed_exports", None)
-        path.write_text(json.dumps(found | ({"failed_exports": dict(failed)} if failed else {})))
+    outcome = read_record(path) or {"outcome": "finished"}
+    if failed or "failed_exports" in outcome:
+        outcome.pop("failed_exports", None)
+        path.write_text(json.dumps(outcome | ({"failed_exports": dict(failed)} if failed else {})))
 
 
 def finite(value: Any) -> Any:
     """Replace floats that are not finite by None, since JSON can't represent them; mappings are searched too."""
     if isinstance(value, Mapping):
-        return {name: finite(one) for name, one in value.items()}
+        return {name: finite(entry) for name, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -115,8 +115,8 @@ def source_table(config: Config) -> Table:
     table.columns[-1].justify = "left"
     for phase in resolve(config):
         for line in sources_of(phase):
-            read = readable(line.share * phase.tokens), line.shown_epochs, line.shown_learned, Text(line.place)
-            table.add_row(phase.settings.name, Text(line.source), f"{line.share:.1%}", *read)
+            cells = readable(line.share * phase.tokens), line.shown_epochs, line.shown_learned, Text(line.place)
+            table.add_row(phase.settings.name, Text(line.source), f"{line.share:.1%}", *cells)
     return table
 
 
@@ -130,13 +130,13 @@ def sources_of(phase: ResolvedPhase) -> list[Epochs]:
     try:
         if any(is_url(path) for path in paths):
             raise FolderError(data.path, "is a URL")
-        found = mixture_of(data, lambda path: TokenFolder.open(Path(path)))
+        mixture = mixture_of(data, lambda path: TokenFolder.open(Path(path)))
     except FolderError:
         return [
             Epochs(name or place, share, round(share * phase.tokens), epochs=None, place=place)
             for name, place, share in named_sources(data)
         ]
-    return reading_plan(found, phase.tokens)
+    return reading_plan(mixture, phase.tokens)
 
 
 def changes_of(phase: ResolvedPhase) -> Iterator[str]:
@@ -164,12 +164,16 @@ def changes_of(phase: ResolvedPhase) -> Iterator[str]:
 def _settings(phase: ResolvedPhase) -> dict[str, Any]:
     """Return all settings that a phase may change, by key."""
     sections = {"optim": phase.optim, "precision": phase.precision, "states": phase.states}
-    found = {f"{name}.{key}": value for name, one in sections.items() for key, value in dataclasses.asdict(one).items()}
+    options = {
+        f"{name}.{key}": value
+        for name, section in sections.items()
+        for key, value in dataclasses.asdict(section).items()
+    }
     layers = {f"layers.{letter}": options for letter, options in phase.model.layers.items()}
     reading = {"reads": named_sources(phase.data), "data.source": phase.data.source, "data.epochs": phase.data.epochs}
     reading |= {"documents": phase.documents, "order": phase.order, "seq_len": phase.settings.seq_len}
     adapters = phase.model.adapters and dataclasses.asdict(phase.model.adapters)
-    return found | layers | {"adapters": adapters} | reading | {"trains": phase.trained}
+    return options | layers | {"adapters": adapters} | reading | {"trains": phase.trained}
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

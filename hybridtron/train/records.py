@@ -22,15 +22,15 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
     """Read the complete lines of a JSON-lines file, or only those in its last `tail` bytes. A missing file has none."""
-    found = []
+    records = []
     if path.exists():
         with path.open("rb") as file:
             file.seek(0 if tail is None else max(0, path.stat().st_size - tail))
             for line in file:
                 if line.endswith(b"\n"):
                     with suppress(ValueError):  # with `tail`, the first line may be cut
-                        found.append(json.loads(line))
-    return found
+                        records.append(json.loads(line))
+    return records
 
 
 def write_whole(path: Path, text: str) -> None:

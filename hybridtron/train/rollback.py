@@ -47,12 +47,18 @@ class Rollback:
 
         `written` are the steps whose checkpoints this start has written. The folder may hold those of other starts too.
         """
-        own = [one for one in checkpoints.valid_checkpoints(self.run_dir) if one.meta.step in written]
-        before = [] if self.start is None else list(candidates(self.start, self.config))
-        found = {one.folder: one for one in [*own, *before] if one.meta.step < request.step and not one.meta.refused}
-        if not found:
+        written_checkpoints = [
+            checkpoint for checkpoint in checkpoints.valid_checkpoints(self.run_dir) if checkpoint.meta.step in written
+        ]
+        earlier = [] if self.start is None else list(candidates(self.start, self.config))
+        usable = {
+            checkpoint.folder: checkpoint
+            for checkpoint in [*written_checkpoints, *earlier]
+            if checkpoint.meta.step < request.step and not checkpoint.meta.refused
+        }
+        if not usable:
             raise Diverged(f"{request.what}, and there is no checkpoint to roll back to; {request.advice}")
-        return sorted(found.values(), key=lambda one: one.meta.step, reverse=True)
+        return sorted(usable.values(), key=lambda checkpoint: checkpoint.meta.step, reverse=True)
 
     def count(self, request: RollbackRequested, to: int) -> int:
         """Count a rollback to step `to` and return the count so far. Raises Diverged beyond MOST_TIMES."""
@@ -97,6 +103,6 @@ def refusal_event(step: int, guard: Guard, loss: float, norm: float) -> Decision
 
 def rollback_event(request: RollbackRequested, to: int, times: int, skipped: SkippedData) -> Decision:
     """Build the decision record of a rollback to step `to`, the `times`-th to this step."""
-    named = ", ".join(f"steps {one.first} to {one.end - 1} of phases.{one.phase}" for one in skipped.all)
+    named = ", ".join(f"steps {skip.first} to {skip.end - 1} of phases.{skip.phase}" for skip in skipped.all)
     why = f"{request.what}; on from step {to}, skipping the data of {named}, counted from 0"
     return Decision(request.step, "rolled back", why, to=to, times=times, windows=skipped.all)

@@ -56,16 +56,16 @@ def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluat
                 if groups.is_first:
                     report_finished(start, config, after_phase)
                 return
-            given = given_weights(config) if start is None else None
+            initial = given_weights(config) if start is None else None
             first = resolve(config)[0]
-            changed = [] if given is None else check_same_weights(given, first.model, "run.weights", True)
+            changed = [] if initial is None else check_same_weights(initial, first.model, "run.weights", True)
             if groups.is_first:
-                open_folder(start, given, config, changed)
+                open_folder(start, initial, config, changed)
             barrier()
             log.write_to(failures.run_dir)
             with Watchdog(failures, config.run.timeout) as watchdog, unfinished(failures):
                 work = after_phase, evaluation
-                Trainer(config, failures.run_dir, start, given, groups, requests, watchdog, *work).fit()
+                Trainer(config, failures.run_dir, start, initial, groups, requests, watchdog, *work).fit()
                 if after_phase.failed:
                     raise ExportsFailed(after_phase.failed)
                 if groups.is_first:

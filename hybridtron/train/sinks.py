@@ -57,8 +57,8 @@ class JsonLines:
 
     def __init__(self, start: SinkStart) -> None:
         path = start.run_dir / "metrics.jsonl"
-        kept = [json.dumps(line) for line in read_lines(path) if line["step"] <= start.resumed_step]
-        write_whole(path, "".join(f"{line}\n" for line in kept))
+        lines = [json.dumps(line) for line in read_lines(path) if line["step"] <= start.resumed_step]
+        write_whole(path, "".join(f"{line}\n" for line in lines))
         self.file = path.open("a", buffering=1)
 
     def write(self, metrics: StepMetrics) -> None:

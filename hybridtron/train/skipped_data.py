@@ -27,12 +27,12 @@ class SkippedData:
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
         self.all: list[SkippedRange] = []
-        for found in sorted(SkippedRange(*numbers) for numbers in ranges):
+        for skip in sorted(SkippedRange(*numbers) for numbers in ranges):
             last = self.all[-1] if self.all else None
-            if last is not None and last.phase == found.phase and found.first <= last.end:
-                self.all[-1] = last._replace(end=max(last.end, found.end))
+            if last is not None and last.phase == skip.phase and skip.first <= last.end:
+                self.all[-1] = last._replace(end=max(last.end, skip.end))
             else:
-                self.all.append(found)
+                self.all.append(skip)
 
     def data_step(self, phase: int, step: int) -> int:
         """Return the data step that a training step reads."""

@@ -46,11 +46,11 @@ def starting_point(config: Config) -> Checkpoint | None:
     if config.run.resume != "auto":
         return opened(Path(config.run.resume), "run.resume", "name a whole checkpoint, or use auto or never")
     run_dir = Path(config.run.dir)
-    found = checkpoints.newest(run_dir)
-    if found is None and (broken := checkpoints.all_of(run_dir)):
+    checkpoint = checkpoints.newest(run_dir)
+    if checkpoint is None and (broken := checkpoints.all_of(run_dir)):
         cure = "start from scratch with run.resume=never, or name another checkpoint"
         raise ConfigError([Problem("run.resume", f"finds {len(broken)} checkpoints, none of them whole; {cure}")])
-    return found
+    return checkpoint
 
 
 def given_weights(config: Config) -> Checkpoint | None:
@@ -65,16 +65,16 @@ def _named(named: str, key: str) -> Checkpoint:
     """
     path, cure = Path(folder_of(named)), "name a run's folder that has one, or a whole checkpoint"
     if named.endswith(BEST):
-        if (found := checkpoints.best(path)) is None:
+        if (checkpoint := checkpoints.best(path)) is None:
             why = f"{path} holds no checkpoint with a held-out loss, which those of steps have at which it is measured"
             raise ConfigError([Problem(key, f"{why} (run.eval_every): name another folder")])
-        return found
+        return checkpoint
     if not (path / "checkpoints").exists():
         return opened(path, key, cure)
-    found = checkpoints.newest(path)
-    if found is None:
+    checkpoint = checkpoints.newest(path)
+    if checkpoint is None:
         raise ConfigError([Problem(key, f"{path} holds no checkpoint; {cure}")])
-    return found
+    return checkpoint
 
 
 def opened(path: Path, key: str, cure: str) -> Checkpoint:
@@ -93,18 +93,18 @@ def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
     if phase.settings.init_from is None:
         return None
     key = phase.own_key("init_from")
-    found = merged(_named(phase.settings.init_from, key))
-    check_same_weights(found, phase.model, key)
-    return found
+    checkpoint = merged(_named(phase.settings.init_from, key))
+    check_same_weights(checkpoint, phase.model, key)
+    return checkpoint
 
 
 def check_same_model(start: Checkpoint, config: Config) -> None:
     """Raise ConfigError if the configured model or optimizer differs from the checkpoint that the run resumes from."""
     differences = _differences(start, phase_ending_at(resolve(config), start.meta.step).model)
-    if (held := start.config.optim.name) != config.optim.name:
-        differences.append(("optim.name", f"is {config.optim.name}, but {start.folder} holds the state of {held}"))
+    if (stored := start.config.optim.name) != config.optim.name:
+        differences.append(("optim.name", f"is {config.optim.name}, but {start.folder} holds the state of {stored}"))
     if differences:
-        raise ConfigError([Problem(key, f"{what}: set it so, or run.resume=never") for key, what in differences])
+        raise ConfigError([Problem(key, f"{message}: set it so, or run.resume=never") for key, message in differences])
 
 
 def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow: bool = False) -> list[str]:
@@ -116,25 +116,25 @@ def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow
     """
     model = replace(model, adapters=None)  # they begin with the phase
     differences = _differences(given, model)
-    held, wanted = (parameter_table(one) for one in (given.config.model, model))
-    new = {name: weight for name, weight in wanted.items() if name not in held and weight.grown is not None}
-    same = {name: weight for name, weight in wanted.items() if name not in new or not may_grow}
-    shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (held, same)]
+    stored, expected = (parameter_table(config) for config in (given.config.model, model))
+    new = {name: weight for name, weight in expected.items() if name not in stored and weight.grown is not None}
+    same = {name: weight for name, weight in expected.items() if name not in new or not may_grow}
+    shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (stored, same)]
     if shapes[0] != shapes[1]:
         cure = f"set it so, or name another {key}"
-        raise ConfigError([Problem(key, f"{what}: {cure}") for key, what in differences])
-    return [f"{key} {what}" for key, what in differences] + _new_weights(new)
+        raise ConfigError([Problem(key, f"{message}: {cure}") for key, message in differences])
+    return [f"{key} {message}" for key, message in differences] + _new_weights(new)
 
 
 def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
     """Describe new weights: one line for each name within a sub-layer, with its layers and its initial value."""
     places: dict[tuple[str, str], list[int]] = {}
     for name, weight in new.items():
-        _, layer, rest = name.split(".", 2)
+        _, layer, leaf = name.split(".", 2)
         start = f"a copy of {' and '.join(weight.grown)}" if isinstance(weight.grown, tuple) else str(weight.grown)
-        places.setdefault((rest, start), []).append(int(layer))
+        places.setdefault((leaf, start), []).append(int(layer))
     lines = places.items()
-    return [f"{rest} is new in layers {', '.join(map(str, of))} and starts as {start}" for (rest, start), of in lines]
+    return [f"{leaf} is new in layers {', '.join(map(str, on))} and starts as {start}" for (leaf, start), on in lines]
 
 
 def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[str], Tensor]:
@@ -143,12 +143,12 @@ def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[st
     A weight that the checkpoint lacks starts as the parameter table says: from an initializer, or as a concatenation of
     its sub-layer's other weights.
     """
-    table, held = parameter_table(model), parameter_table(given.config.model)
-    read = given.weights(held)
+    table, stored = parameter_table(model), parameter_table(given.config.model)
+    read_stored = given.weights(stored)
 
     def weight(name: str) -> Tensor:
-        if name in held:
-            return read(name)
+        if name in stored:
+            return read_stored(name)
         grown = table[name].grown
         if isinstance(grown, tuple):
             layer = name.split(".mixer.")[0]
@@ -170,14 +170,14 @@ def _differences(held: Checkpoint, model: ModelConfig) -> list[tuple[str, str]]:
 def _differing(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield each key below `key` with differing values, and both values as text (`not set`, `nothing` if absent)."""
     for name in {**ours, **theirs}:
-        left, right = ours.get(name), theirs.get(name)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            yield from _differing(f"{key}.{name}", left, right)
-        elif left != right or (name in ours) != (name in theirs):
+        our_value, their_value = ours.get(name), theirs.get(name)
+        if isinstance(our_value, Mapping) and isinstance(their_value, Mapping):
+            yield from _differing(f"{key}.{name}", our_value, their_value)
+        elif our_value != their_value or (name in ours) != (name in theirs):
             yield (
                 f"{key}.{name}",
-                repr(left) if name in ours else "not set",
-                repr(right) if name in theirs else "nothing",
+                repr(our_value) if name in ours else "not set",
+                repr(their_value) if name in theirs else "nothing",
             )
 
 
@@ -195,25 +195,25 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fou
     A phase that is resumed in its middle needs the same data in the same order. Any other phase needs the same
     tokenizer. With `run.accept_data_changes` the differences are returned instead of raised.
     """
-    held, step = start.meta.data, start.meta.step
+    stored, step = start.meta.data, start.meta.step
     keys = found if phase.start_step < step < phase.end_step else ["tokenizer"]
     accepted = config.run.accept_data_changes
     cure = "set it back, start from scratch with run.resume=never, or continue anyway with run.accept_data_changes=true"
     differences = [
-        Problem(key, f"is {found[key]}, was {held[key]} at step {step} of {phase.settings.name}")
+        Problem(key, f"is {found[key]}, was {stored[key]} at step {step} of {phase.settings.name}")
         for key in keys
-        if held.get(key, found[key]) != found[key]
+        if stored.get(key, found[key]) != found[key]
     ]
     if differences and not accepted:
-        raise ConfigError([Problem(one.key, f"{one.message}; {cure}") for one in differences])
+        raise ConfigError([Problem(problem.key, f"{problem.message}; {cure}") for problem in differences])
     return differences
 
 
 def archive_superseded(start: Checkpoint | None, config: Config) -> None:
     """Rename the run's checkpoints later than its starting point, so that the next start does not resume from them."""
     run_dir = Path(config.run.dir)
-    own = start is not None and checkpoints.belongs_to(run_dir, start.folder)
-    for path in checkpoints.archive_later(run_dir, start.meta.step if start is not None and own else -1):
+    is_own = start is not None and checkpoints.belongs_to(run_dir, start.folder)
+    for path in checkpoints.archive_later(run_dir, start.meta.step if start is not None and is_own else -1):
         LOG.info("run.resume=%s: a checkpoint that this run does not continue from is now %s", config.run.resume, path)
 
 

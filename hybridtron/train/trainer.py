@@ -163,13 +163,13 @@ class Trainer:
         with closing(self.read(loader, phase, first, last)) as steps:
             for step in range(first + 1, last + 1):
                 self.watchdog.beat(f"step {step}")
-                asked = time.perf_counter()
+                waiting_since = time.perf_counter()
                 batches = next(steps)
                 with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
-                    metrics = self.train_step(step, phase, batches, asked)
+                    metrics = self.train_step(step, phase, batches, waiting_since)
                 self.check_saved()
-                given = self.engine, loader.sources, phase, self.evaluation, self.watchdog.beat
-                metrics = evaluated(metrics, step == last, *given)
+                inputs = self.engine, loader.sources, phase, self.evaluation, self.watchdog.beat
+                metrics = evaluated(metrics, step == last, *inputs)
                 self.report(metrics)
                 refused = self.engine.guard.refused
                 rollback.check_refused(step, step == self.last, self.engine.guard, self.config.optim)
@@ -188,9 +188,9 @@ class Trainer:
     def enter_phase(self, phase: ResolvedPhase, loader: Loader) -> None:
         """Prepare the engine for a phase, from its start or from the middle that a checkpoint was written at."""
         if self.start is not None and not self.reached_by_training(phase):
-            for one in check_same_data(self.start, self.config, phase, loader.fingerprint):
+            for difference in check_same_data(self.start, self.config, phase, loader.fingerprint):
                 if self.groups.is_first:
-                    LOG.info("run.accept_data_changes=true: %s %s", one.key, one.message)
+                    LOG.info("run.accept_data_changes=true: %s %s", difference.key, difference.message)
         self.engine.start_phase(phase.index, loader.lanes)
         if not self.resumes_within(phase):
             self.engine.guard.restart()

@@ -57,19 +57,19 @@ def faults(config: Config, ranks: list[Built]) -> list[str]:
     """
     table, tensor = parameter_table(config.model), config.parallel.tensor
     homes = shared_homes(config.model, stages_of(config))
-    found = []
+    lines = []
     for name, parameter in table.items():
         by_stage: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for built in ranks:
-            if name in built.shapes:
-                by_stage[built.pipeline_rank].append(built.shapes[name])
+        for rank in ranks:
+            if name in rank.shapes:
+                by_stage[rank.pipeline_rank].append(rank.shapes[name])
         twice = config.model.tie_embeddings and name == "embedding.weight" and config.parallel.pipeline > 1
         expected = len(homes.get(name.split(".")[1], [0])) if parameter.shared else 1 + twice
         if len(by_stage) != expected:
-            found.append(f"{name} stands on {len(by_stage)} stages, not {expected}")
+            lines.append(f"{name} stands on {len(by_stage)} stages, not {expected}")
         share = parameter.share_shape(config.parallel.mesh_sizes)
         for stage, shapes in by_stage.items():
             if shapes != [share] * tensor:
-                found.append(f"{name} on stage {stage} has the shares {shapes}, not {tensor} of {share}")
-    unknown = {name for built in ranks for name in built.shapes} - set(table)
-    return found + [f"{name} is in no table" for name in sorted(unknown)]
+                lines.append(f"{name} on stage {stage} has the shares {shapes}, not {tensor} of {share}")
+    unknown = {name for rank in ranks for name in rank.shapes} - set(table)
+    return lines + [f"{name} is in no table" for name in sorted(unknown)]

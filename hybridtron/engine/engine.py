@@ -88,9 +88,9 @@ class Engine:
 
     def serves(self, phase: int) -> bool:
         """Check if this engine can train a phase without being rebuilt."""
-        wanted = self.phases[phase]
-        same = wanted.model == self.config.model and wanted.precision == self.config.precision
-        return same and wanted.trained == self.trained
+        resolved = self.phases[phase]
+        same = resolved.model == self.config.model and resolved.precision == self.config.precision
+        return same and resolved.trained == self.trained
 
     def start_phase(self, index: int, lanes: range) -> None:
         """Apply the phase's settings, and prepare its carried or drawn states; this process reads `lanes`."""
@@ -115,8 +115,8 @@ class Engine:
             projection.forget()
         z_loss, batches = self.config.optim.z_loss, self._keyed(batches, step)
         with self.statistics.step():
-            given = (batches, z_loss, self.groups, self.device, self.carrier)
-            loss = run_schedule(self.wrapped, *given, auxiliary=tuple(self.auxiliary))
+            inputs = (batches, z_loss, self.groups, self.device, self.carrier)
+            loss = run_schedule(self.wrapped, *inputs, auxiliary=tuple(self.auxiliary))
         self._loss = loss
         return loss
 
@@ -148,15 +148,17 @@ class Engine:
         before clipping, and True if the step was accepted.
         """
         added = self._loss.auxiliary
-        read = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens, *added.values())
+        scalars = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens, *added.values())
         # the only point in a step at which the host waits for the device
-        squares, total, tokens, *sums = torch.stack([value.reshape(()).double() for value in read]).tolist()
+        squares, total, tokens, *sums = torch.stack([value.reshape(()).double() for value in scalars]).tolist()
         grad_norm, self.learned = squares**0.5, int(tokens)
         self.mean_loss = total / tokens if tokens else math.nan
-        self.auxiliary = {name: one / tokens if tokens else math.nan for name, one in zip(added, sums, strict=True)}
-        wanted = self.guard.accepts(grad_norm, total)
+        self.auxiliary = {
+            name: total_loss / tokens if tokens else math.nan for name, total_loss in zip(added, sums, strict=True)
+        }
+        acceptable = self.guard.accepts(grad_norm, total)
         wait(self.readers)
-        accepted = self.optimizer.take(lr, grad_norm, wanted, weight_decay)
+        accepted = self.optimizer.take(lr, grad_norm, acceptable, weight_decay)
         self.statistics.settle(accepted)
         if accepted and self.carrier is not None:
             self.carrier.commit()

@@ -61,8 +61,10 @@ class Optimizer:
         narrow = config.precision.moments == KeptFormat.bf16
         if inner is not None and (narrow or not self.rule.in_megatron):
             settings = (config.optim.betas[0], config.optim.betas[1]), config.optim.eps
-            kept = torch.bfloat16 if narrow else self.state_dtype
-            inner = RuleOptimizer(inner.param_groups, self.rule, self.shards, self.table, groups.mesh, settings, kept)
+            state_dtype = torch.bfloat16 if narrow else self.state_dtype
+            inner = RuleOptimizer(
+                inner.param_groups, self.rule, self.shards, self.table, groups.mesh, settings, state_dtype
+            )
             self.only.optimizer = inner
         elif inner is not None:  # None if all weights of this stage are frozen
             make_moments(inner, self.shards.values())
@@ -142,17 +144,17 @@ class Optimizer:
         for kind, (name, shard) in itertools.product(kinds, self.shards.items()):
             parameter = self.table[name]
             declared = parameter if kind == "master" else parts[name].get(kind)
-            own = None if declared is None else shard.tensor(kind)
-            if declared is None or own is None or (kind == "master" and self._own_master(parameter)):
+            entries = None if declared is None else shard.tensor(kind)
+            if declared is None or entries is None or (kind == "master" and self._own_master(parameter)):
                 continue
             follows = declared.shape == parameter.shape  # then it is sharded over data-parallel ranks like the weight
             cuts = declared.active_cuts(mesh_sizes(self.groups.mesh))
             main = writes(name, self.groups, cuts, copied_over_data=shard.everywhere or not follows)
             main = main and not getattr(shard.weight, "shared", False)
             flat = (
-                flat_rectangles(own.detach().view(-1), shard.start, shard.weight.shape)
+                flat_rectangles(entries.detach().view(-1), shard.start, shard.weight.shape)
                 if follows
-                else [full_rectangle(own)]
+                else [full_rectangle(entries)]
             )
             blocks += weight_blocks(f"{kind}.{name}", list(flat), declared, self.groups.mesh, main)
         return blocks
@@ -244,8 +246,8 @@ class Shard:
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         if self.master is None or (self.everywhere and copy > 0):
             return torch.zeros(2, dtype=torch.float64)
-        kept = (self.master, self.tensor("gradient"))
-        return torch.stack([t.detach().double().square().sum().cpu() for t in kept if t is not None])
+        tensors = (self.master, self.tensor("gradient"))
+        return torch.stack([t.detach().double().square().sum().cpu() for t in tensors if t is not None])
 
 
 def shards_of(stages: Sequence[DistributedDataParallel], optimizer: Any) -> dict[str, Shard]:

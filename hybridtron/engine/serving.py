@@ -51,7 +51,7 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
 
     def forward(tokens_BL: Tensor, states: States | None, seq: SeqInfo, wanted: Finish) -> tuple[Tensor, States]:
         batch, length = tokens_BL.shape
-        made = torch.empty(wanted.shape, dtype=wanted.dtype, device=device)
+        result = torch.empty(wanted.shape, dtype=wanted.dtype, device=device)
         new: States = {}
         for part in parts:
             x_LBD = None
@@ -62,11 +62,11 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
             out = part(tokens_BL, states, seq, x_LBD, logits=False)
             new |= out.states
             if part.slice.last:
-                made = wanted.make(part, out.output).contiguous()
+                result = wanted.make(part, out.output).contiguous()
             else:
                 dist.send(out.output.contiguous(), after)
-        dist.broadcast(made, ranks[-1], group=pipeline)
-        return made, new
+        dist.broadcast(result, ranks[-1], group=pipeline)
+        return result, new
 
     return among_shares(Reader(forward, parts, model.vocab_size, dtype, device, of_all), model, groups.context)
 
@@ -78,10 +78,10 @@ def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: 
     """
     tensor = replace(groups.tensor, sequence=False, products=MEGATRON)
     parts = []
-    for one in trained:
+    for training_part in trained:
         with torch.device("meta"):
-            part = LanguageModel(model, replace(one.slice, tensor=tensor))
-        for name, weight in one.named_parameters():
+            part = LanguageModel(model, replace(training_part.slice, tensor=tensor))
+        for name, weight in training_part.named_parameters():
             layer, _, leaf = name.rpartition(".")
             setattr(part.get_submodule(layer), leaf, nn.Parameter(weight.detach(), requires_grad=False))
         parts.append(part.eval())
@@ -95,7 +95,7 @@ def of_all(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
     """Gather per-layer results over tensor and pipeline ranks: heads or channels in order, and layers in order."""
     tensor = parallel_state.get_tensor_model_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    shares = all_gather_tensors({str(layer): said for layer, said in of_layers.items()}, tensor)
+    shares = all_gather_tensors({str(layer): values for layer, values in of_layers.items()}, tensor)
     of_stage = {str(layer): torch.cat([share[str(layer)] for share in shares]) for layer in of_layers}
-    stages = {int(layer): said for stage in all_gather_tensors(of_stage, pipeline) for layer, said in stage.items()}
+    stages = {int(layer): values for stage in all_gather_tensors(of_stage, pipeline) for layer, values in stage.items()}
     return {layer: stages[layer] for layer in sorted(stages)}

@@ -36,7 +36,7 @@ class SharedGradients:
             flags = [name in weights and weights[name].requires_grad for name in self.shapes]
             learns = torch.tensor(flags, dtype=torch.int32, device=device)
             dist.all_reduce(learns, op=dist.ReduceOp.MAX, group=group)
-            self.learning = [name for name, one in zip(self.shapes, learns.tolist(), strict=True) if one]
+            self.learning = [name for name, is_trained in zip(self.shapes, learns.tolist(), strict=True) if is_trained]
         for dtype in dict.fromkeys(self.dtypes[name] for name in self.learning):
             names = [name for name in self.learning if self.dtypes[name] == dtype]
             gradients: list[Tensor] = [

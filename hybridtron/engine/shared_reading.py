@@ -40,8 +40,8 @@ def among_shares(inner: Reader, model: ModelConfig, context: ContextGroup) -> Re
 
     def alike(tokens_BL: Tensor, states: States | None, seq: SeqInfo, wanted: Finish) -> tuple[Tensor, States]:
         # broadcast one rank's result, since rounding may differ between devices and ranks could choose different tokens
-        made, states = inner.forward(tokens_BL, states, seq, wanted)
-        return of_last_share(made, context), states
+        result, states = inner.forward(tokens_BL, states, seq, wanted)
+        return of_last_share(result, context), states
 
     def forward(tokens_BL: Tensor, states: States | None, seq: SeqInfo, wanted: Finish) -> tuple[Tensor, States]:
         length = tokens_BL.shape[1]
@@ -50,13 +50,13 @@ def among_shares(inner: Reader, model: ModelConfig, context: ContextGroup) -> Re
             return alike(tokens_BL, states, seq, wanted)
         if shared == length:
             return by_shares(inner.forward, context, tokens_BL, states, seq, wanted)
-        here, rest = slice(0, shared), slice(shared, length)
-        of_shared, of_rest = (NOTHING, wanted) if wanted.of_tokens is None else map(wanted.of_tokens, (here, rest))
-        made, states = by_shares(inner.forward, context, *_part(tokens_BL, seq, here, states), of_shared)
+        head, tail = slice(0, shared), slice(shared, length)
+        of_head, of_tail = (NOTHING, wanted) if wanted.of_tokens is None else map(wanted.of_tokens, (head, tail))
+        result, states = by_shares(inner.forward, context, *_part(tokens_BL, seq, head, states), of_head)
         if seq.documents_BL is not None:
             states = from_zero(states, seq.documents_BL[:, shared] != seq.documents_BL[:, shared - 1])
-        made_rest, states = alike(*_part(tokens_BL, seq, rest, states), of_rest)
-        return made_rest if wanted.of_tokens is None else torch.cat((made, made_rest)), states
+        result_tail, states = alike(*_part(tokens_BL, seq, tail, states), of_tail)
+        return result_tail if wanted.of_tokens is None else torch.cat((result, result_tail)), states
 
     return replace(inner, forward=forward, context=context)
 
@@ -66,11 +66,11 @@ def by_shares(
 ) -> tuple[Tensor, States]:
     """Read tokens that the ranks divide evenly; return the result and the new states on every rank."""
     length = tokens_BL.shape[1]
-    here = own_tokens(length, context)
-    of_own = wanted if wanted.of_tokens is None else wanted.of_tokens(here)
-    made, after = forward(tokens_BL[:, here], states, seq_of_share(seq, context), of_own)
-    made = of_last_share(made, context) if wanted.of_tokens is None else of_all_shares(made, context)
-    return made, states_of_row(after, states or {}, length, context)
+    own = own_tokens(length, context)
+    of_own = wanted if wanted.of_tokens is None else wanted.of_tokens(own)
+    result, after = forward(tokens_BL[:, own], states, seq_of_share(seq, context), of_own)
+    result = of_last_share(result, context) if wanted.of_tokens is None else of_all_shares(result, context)
+    return result, states_of_row(after, states or {}, length, context)
 
 
 def states_of_row(own: States, before: States, length: int, context: ContextGroup) -> States:

@@ -130,12 +130,12 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
 def shared_gradients(config: Config, letters: Collection[str], dtype: torch.dtype) -> SharedGradients | None:
     """Build the cross-stage reducer for weights that sub-layers of these letters share; None if there are none."""
     table = parameter_table(config.model)
-    held = {name: weight for name, weight in table.items() if weight.shared and name.split(".")[1] in letters}
+    shared = {name: weight for name, weight in table.items() if weight.shared and name.split(".")[1] in letters}
     narrow = KeptFormat.fp32 != config.precision.gradients
     summed = dtype if narrow else torch.promote_types(dtype, torch.float32)
     wide = torch.promote_types(dtype, torch.float32)
-    shapes = {name: weight.share_shape(config.parallel.mesh_sizes) for name, weight in held.items()}
-    return SharedGradients(shapes, {name: wide if held[name].fp32 else summed for name in held}) if held else None
+    shapes = {name: weight.share_shape(config.parallel.mesh_sizes) for name, weight in shared.items()}
+    return SharedGradients(shapes, {name: wide if shared[name].fp32 else summed for name in shared}) if shared else None
 
 
 def fp8_of(config: Config) -> Fp8 | None:
@@ -186,8 +186,8 @@ def finalize_gradients(
     """
     finalize_model_grads(stages, None, pg_collection, force_all_reduce)
     if (shared := stages[0].module.shared) is not None:
-        held = {name: weight for stage in stages for name, weight in stage.module.model.named_parameters()}
-        shared.sum_over_stages(held, compute_device())
+        weights = {name: weight for stage in stages for name, weight in stage.module.model.named_parameters()}
+        shared.sum_over_stages(weights, compute_device())
     if tokens is not None:
         _divide(stages, tokens)
     trained = (w for stage in stages for w in stage.parameters() if w.requires_grad)

@@ -61,7 +61,8 @@ class Carrier:
         self.seed = phase_seed(phase.config.run.seed, phase.index)
         parts = carried_parts(phase)
         self.chunks = [  # for each pipeline stage, the carried parts of its layers
-            {layer: of_layer for layer, of_layer in parts.items() if held is None or layer in held} for held in layers
+            {layer: of_layer for layer, of_layer in parts.items() if stage_layers is None or layer in stage_layers}
+            for stage_layers in layers
         ]
         self.lane_groups = len(lanes) // self.rows
         self.held: States = {}  # committed states by layer, lanes on the first axis
@@ -98,8 +99,8 @@ class Carrier:
         if turn:
             before = self._ended.pop((chunk, number - self.lane_groups))
         elif self.held:
-            here = slice(group * self.rows, (group + 1) * self.rows)
-            before = _each(self._chosen(chunk, self.held), lambda held: held[here])
+            group_rows = slice(group * self.rows, (group + 1) * self.rows)
+            before = _each(self._chosen(chunk, self.held), lambda held: held[group_rows])
         else:
             return None
         return _where(self._keeps_state(batch, lanes), before)

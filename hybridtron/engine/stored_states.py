@@ -36,10 +36,10 @@ def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
     blocks = []
     for layer, name, part in _parts(carrier):
         if layer in carrier.held:
-            held = carrier.held[layer][name]
+            state = carrier.held[layer][name]
             blocks += lane_blocks(
                 f"held.{layer}.{name}",
-                held,
+                state,
                 part,
                 carrier.lanes,
                 carrier.all_lanes,
@@ -73,10 +73,10 @@ def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
                 lanes = f"has {carrier.all_lanes} lanes, but the checkpoint holds the states of {shapes[key][0]}"
                 raise ConfigError([_unlike(lanes)])
             shape = [len(carrier.lanes), *shapes[key][1:]]
-            for each in part.active_cuts(mesh_sizes(groups.mesh)):
-                shape[1 + each.axis] = sum(map(len, held_runs(part, each, groups.mesh[each.over])))
-            held = torch.empty(shape, dtype=stored.dtype(key), device=carrier.device)
-            carrier.held.setdefault(layer, {})[name] = held
+            for cut in part.active_cuts(mesh_sizes(groups.mesh)):
+                shape[1 + cut.axis] = sum(map(len, held_runs(part, cut, groups.mesh[cut.over])))
+            state = torch.empty(shape, dtype=stored.dtype(key), device=carrier.device)
+            carrier.held.setdefault(layer, {})[name] = state
         elif f"moments.{layer}" in shapes:
             heads = part.heads // groups.tensor.size if part.heads > 1 else 1
             carrier.moments[layer] = torch.empty(2, heads, dtype=torch.float64, device=carrier.device)

@@ -72,14 +72,14 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _zeros(self, name: str, shard: Shard) -> dict[str, Tensor]:
         """Allocate a weight's state parts, by name."""
         weight = self.table[name]
-        found: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
         for part, declared in self.rule.parts(name, weight).items():
             if declared.shape != weight.shape:
                 shape = declared.share_shape(mesh_sizes(self.mesh))
-                found[part] = torch.zeros(shape, dtype=self.kept, device=shard.weight.device)
+                parts[part] = torch.zeros(shape, dtype=self.kept, device=shard.weight.device)
             elif shard.master is not None:
-                found[part] = torch.zeros_like(shard.master, dtype=self.kept).view(-1)
-        return found
+                parts[part] = torch.zeros_like(shard.master, dtype=self.kept).view(-1)
+        return parts
 
     def _now(self) -> UpdateSettings:
         betas, eps = self.settings
@@ -93,14 +93,14 @@ class RuleOptimizer(torch.optim.Optimizer):
         gradient = shard.master.grad.view(-1)
         parts = _computed_with(shard)
         direction = self.rule.direction(name, self.table[name], gradient, parts, self._now())
-        for part, held in shard.parts.items():
-            if held is not parts[part]:
-                held.copy_(parts[part])
+        for part, stored in shard.parts.items():
+            if stored is not parts[part]:
+                stored.copy_(parts[part])
         return direction
 
     def _of_whole(self, name: str, shard: Shard) -> Tensor:
         """Compute the direction for a full weight; return this rank's entries, and update its state."""
-        weight, held = self.table[name], shard.parts
+        weight, stored = self.table[name], shard.parts
         wide = _computed_with(shard)
         declared = self.rule.parts(name, weight)
         gradient = None if shard.master is None or shard.master.grad is None else shard.master.grad.view(-1)
@@ -113,15 +113,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         gathered = gather(shard.over_data(gradient), weight, self.mesh)
         direction = self.rule.direction(name, weight, gathered, whole, self._now())
         for part, spec in declared.items():
-            if part in held:
+            if part in stored:
                 share = cut(whole[part], spec, self.mesh)
-                held[part].copy_(_entries(share, shard) if spec.shape == weight.shape else share)
+                stored[part].copy_(_entries(share, shard) if spec.shape == weight.shape else share)
         return _entries(cut(direction, weight, self.mesh), shard)
 
 
 def _computed_with(shard: Shard) -> dict[str, Tensor]:
     """Return the state parts in the rule's precision: themselves, or fp32 copies of those stored in bf16."""
-    return {part: held.to(torch.promote_types(held.dtype, torch.float32)) for part, held in shard.parts.items()}
+    return {part: stored.to(torch.promote_types(stored.dtype, torch.float32)) for part, stored in shard.parts.items()}
 
 
 def _entries(share: Tensor, shard: Shard) -> Tensor:

@@ -164,7 +164,7 @@ def changes_of(phase: ResolvedPhase) -> Iterator[str]:
 def _settings(phase: ResolvedPhase) -> dict[str, Any]:
     """Return all settings that a phase may change, by key."""
     sections = {"optim": phase.optim, "precision": phase.precision, "states": phase.states}
-    options = {
+    by_section = {
         f"{name}.{key}": value
         for name, section in sections.items()
         for key, value in dataclasses.asdict(section).items()
@@ -173,7 +173,7 @@ def _settings(phase: ResolvedPhase) -> dict[str, Any]:
     reading = {"reads": named_sources(phase.data), "data.source": phase.data.source, "data.epochs": phase.data.epochs}
     reading |= {"documents": phase.documents, "order": phase.order, "seq_len": phase.settings.seq_len}
     adapters = phase.model.adapters and dataclasses.asdict(phase.model.adapters)
-    return options | layers | {"adapters": adapters} | reading | {"trains": phase.trained}
+    return by_section | layers | {"adapters": adapters} | reading | {"trains": phase.trained}
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -84,7 +84,7 @@ def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
     cluster = config.cluster
     environment = (wanted_variables(config.parallel) if cluster.gpus_per_node else {}) | cluster.environment
     shared = [option for option in cluster.sbatch if option != WHOLE_NODE]
-    one = replace(
+    element_cluster = replace(
         cluster,
         gpus_per_node=min(1, cluster.gpus_per_node),
         processes_per_node=1,
@@ -92,7 +92,7 @@ def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
         sbatch=shared,
         environment=environment,
     )
-    return SlurmJob(path, Path.cwd(), name, (), (1,), 0, one)
+    return SlurmJob(path, Path.cwd(), name, (), (1,), 0, element_cluster)
 
 
 def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Config]) -> list[Problem]:
@@ -112,16 +112,19 @@ def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Con
 
 def script(array: ArrayJob) -> str:
     """Return an array's script."""
-    job, count = array.job, len(array.elements)
-    given, what = directives(job), [f"# {count} runs, one an element."]
+    job = array.job
+    count = len(array.elements)
+    options = directives(job)
+    comments = [f"# {count} runs, one an element."]
     if array.command:
-        given["run.dir"], what = f"--output={job.run_dir}/logs/slurm-%j.txt", ["# What comes after the runs."]
+        options["run.dir"] = f"--output={job.run_dir}/logs/slurm-%j.txt"
+        comments = ["# What comes after the runs."]
     else:
-        given |= {"array": f"--array=0-{count - 1}", "run.dir": f"--output={job.run_dir}/logs/slurm-%A_%a.txt"}
+        options |= {"array": f"--array=0-{count - 1}", "run.dir": f"--output={job.run_dir}/logs/slurm-%A_%a.txt"}
     return "\n".join([
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in given.values()),
-        *what,
+        *(f"#SBATCH {option}" for option in options.values()),
+        *comments,
         f"# Written by hybridtron sweep --slurm; may be edited, and submitted again: sbatch {array.script_path}",
         "# shellcheck disable=SC2016,SC2034,SC2054  # settings are quoted: the shell leaves $ and commas as they are",
         f"code={shlex.quote(str(job.run_dir / 'code'))}",
@@ -135,7 +138,7 @@ def _elements(array: ArrayJob) -> list[str]:
     cases = [
         line
         for number, settings in enumerate(array.elements.values())
-        for line in (f"  {number}) settings=(", *(f"    {shlex.quote(one)}" for one in settings), "  ) ;;")
+        for line in (f"  {number}) settings=(", *(f"    {shlex.quote(setting)}" for setting in settings), "  ) ;;")
     ]
     return [
         f"requeue={str(array.job.cluster.requeue).lower()}",
@@ -159,7 +162,8 @@ def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str
 
     Raises Unusable if jobs of this sweep have not ended, or if SLURM refuses one.
     """
-    notes, jobs = notes_of(folder.path), list[str]()
+    notes = notes_of(folder.path)
+    jobs = list[str]()
     try:
         if (obstacle := under_way(folder.path, "sweep")) is not None:
             raise Unusable(obstacle)
@@ -179,5 +183,5 @@ def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str
 
 def require(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Config]) -> None:
     """Raise ConfigError with all problems, if there are any."""
-    if found := problems(sweep, arrays, configs):
-        raise ConfigError(found)
+    if array_problems := problems(sweep, arrays, configs):
+        raise ConfigError(array_problems)

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nodes", type=lambda text: text.split(","), default=[])
     parser.add_argument("--reports", type=Path)
     parser.add_argument("--code", type=int, default=0)
-    parser.add_argument("--fitting", type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument("--fitting", type=lambda text: [int(number) for number in text.split(",")])
     parser.add_argument("--stopped", action="store_true")
     asked = parser.parse_args(arguments)
     print({"begin": begin, "check": check, "end": end}[asked.question](asked))
@@ -100,7 +100,7 @@ def end_before_training(
 
 def answer(before: Sequence[Attempt], last: Attempt) -> str:
     """Format a decision as a line: its word, all nodes found to be bad so far, and those found by the last attempt."""
-    bad = dict.fromkeys(name for one in (*before, last) for name in one.excluded)
+    bad = dict.fromkeys(name for attempt in (*before, last) for name in attempt.excluded)
     return f"{last.decision} {','.join(bad) or '-'} {','.join(last.excluded) or '-'}"
 
 

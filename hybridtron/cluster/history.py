@@ -74,8 +74,8 @@ def path_of(run_dir: Path) -> Path:
 
 def read(run_dir: Path, jobs: Collection[str] | None = None) -> list[Attempt]:
     """Read the attempts of these jobs (None: all jobs), oldest first."""
-    found = {(line["job"], line["restart"]): Attempt(**line) for line in read_lines(path_of(run_dir))}
-    return [attempt for attempt in found.values() if jobs is None or attempt.job in jobs]
+    attempts = {(line["job"], line["restart"]): Attempt(**line) for line in read_lines(path_of(run_dir))}
+    return [attempt for attempt in attempts.values() if jobs is None or attempt.job in jobs]
 
 
 def record(run_dir: Path, attempt: Attempt) -> None:
@@ -89,11 +89,11 @@ def ended(run_dir: Path, attempt: Attempt, code: int | None, stopped: bool) -> A
 
     An outcome.json that is as old as the one before this attempt is ignored.
     """
-    written = outcome_written(run_dir)
-    found: dict[str, Any] = {}
-    if written is not None and written != attempt.outcome_file:
-        found = read_record(run_dir / "outcome.json")
-    outcome, reason = _outcome(found, code, stopped)
+    file_written = outcome_written(run_dir)
+    outcome_json: dict[str, Any] = {}
+    if file_written is not None and file_written != attempt.outcome_file:
+        outcome_json = read_record(run_dir / "outcome.json")
+    outcome, reason = _outcome(outcome_json, code, stopped)
     return replace(attempt, ended=time.time(), step=newest_step(run_dir), outcome=outcome, reason=reason)
 
 

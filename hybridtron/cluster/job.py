@@ -72,8 +72,8 @@ def directives(job: SlurmJob) -> dict[str, str]:
 
 def unusable(job: SlurmJob) -> dict[str, str]:
     """Return the #SBATCH options with characters that such a line can't hold, by configuration key."""
-    given = {key: option.removesuffix("%j.txt") for key, option in directives(job).items()}
-    return {key: option for key, option in given.items() if not PLAIN.fullmatch(option)}
+    options = {key: option.removesuffix("%j.txt") for key, option in directives(job).items()}
+    return {key: option for key, option in options.items() if not PLAIN.fullmatch(option)}
 
 
 def script(job: SlurmJob) -> str:
@@ -93,7 +93,7 @@ def script(job: SlurmJob) -> str:
         f"drain={str(cluster.checks.drain).lower()}",
         *(f"{name}=({shlex.join(words)})" for name, words in commands(job).items()),
         "settings=(",
-        *(f"  {shlex.quote(one)}" for one in job.arguments),
+        *(f"  {shlex.quote(argument)}" for argument in job.arguments),
         ")",
         *software(cluster),
         steps("job.sh"),
@@ -107,8 +107,8 @@ def _option(name: str, value: object) -> str | None:
 
 def steps(name: str) -> str:
     """Read a file of common steps from this folder, and insert `forwarding.sh` where it is named."""
-    own, forwarding = ((SCRIPTS / file).read_text() for file in (name, "forwarding.sh"))
-    return own.replace("# forwarding.sh\n", forwarding)
+    text, forwarding = ((SCRIPTS / file).read_text() for file in (name, "forwarding.sh"))
+    return text.replace("# forwarding.sh\n", forwarding)
 
 
 def software(cluster: ClusterConfig) -> list[str]:
@@ -127,20 +127,21 @@ def commands(job: SlurmJob) -> dict[str, list[str]]:
     step     further options for srun
     """
     cluster, container = job.cluster, job.cluster.container
-    python, step = [cluster.python, "-P", "-m"], [f"--wait={job.patience}"]
+    python = [cluster.python, "-P", "-m"]
+    step = [f"--wait={job.patience}"]
     if cluster.cpus_per_process:
         step.append(f"--cpus-per-task={cluster.cpus_per_process}")
     mounts = ",".join([f"{job.run_dir}:{job.run_dir}", f"{job.working_dir}:{job.working_dir}", *container.mounts])
     if not container.image:
         return {"alone": python, "task": python, "step": step}
     if container.runtime is Runtime.pyxis:
-        inside = [f"--container-image={container.image}", f"--container-mounts={mounts}"]
-        inside.append(f"--container-workdir={job.working_dir}")
-        alone = ["srun", "--overlap", "--nodes=1", "--ntasks=1", *inside, *python]
-        return {"alone": alone, "task": python, "step": [*step, *inside]}
+        pyxis_options = [f"--container-image={container.image}", f"--container-mounts={mounts}"]
+        pyxis_options.append(f"--container-workdir={job.working_dir}")
+        alone = ["srun", "--overlap", "--nodes=1", "--ntasks=1", *pyxis_options, *python]
+        return {"alone": alone, "task": python, "step": [*step, *pyxis_options]}
     gpus = ["--nv"] if cluster.gpus_per_node else []
-    given = [*gpus, "--bind", mounts, "--pwd", str(job.working_dir), container.image]
-    wrapped = ["apptainer", "exec", *given, *python]
+    container_options = [*gpus, "--bind", mounts, "--pwd", str(job.working_dir), container.image]
+    wrapped = ["apptainer", "exec", *container_options, *python]
     return {"alone": wrapped, "task": wrapped, "step": step}
 
 

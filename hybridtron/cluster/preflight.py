@@ -190,7 +190,8 @@ def bandwidth(tensor: Any, group: Any) -> tuple[float | None, str]:
     size = dist.get_world_size(group)
     if size == 1:
         return None, ""
-    times, wrong = [], ""
+    times = []
+    wrong = ""
     for _ in range(ROUNDS):
         tensor.fill_(1)
         synchronize()

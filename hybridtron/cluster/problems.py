@@ -22,8 +22,8 @@ from hybridtron.problems import Problem, did_you_mean
 def password_problems(settings: Sequence[str]) -> list[Problem]:
     """Report passwords in settings. Used for configurations that can't be loaded (yet)."""
     cure = "which would be written into the job's script: leave it in the environment that you submit from"
-    held = [one for one in settings if WITH_PASSWORD.search(one)]
-    return [Problem(one.partition("=")[0], f"holds a password, {cure}") for one in held]
+    leaking = [setting for setting in settings if WITH_PASSWORD.search(setting)]
+    return [Problem(setting.partition("=")[0], f"holds a password, {cure}") for setting in leaking]
 
 
 def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
@@ -80,9 +80,9 @@ def queue_problems(job: SlurmJob, nodes: int, ask_sbatch: bool) -> Iterator[Prob
 
     Limits of the partition are checked first. If they hold and `ask_sbatch` is set, sbatch checks the script itself.
     """
-    found = list(partition_problems(job.cluster, nodes))
-    yield from found
-    if not ask_sbatch or found:
+    problems = list(partition_problems(job.cluster, nodes))
+    yield from problems
+    if not ask_sbatch or problems:
         return
     try:
         _trial(job)
@@ -97,13 +97,20 @@ def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
     except SlurmError as error:
         yield Problem("cluster", f"can't be asked: {error}")
         return
-    yield from _partition_problems(cluster, nodes, _wanted(cluster, known), [one.name for one in known])
+    yield from _partition_problems(cluster, nodes, _wanted(cluster, known), [partition.name for partition in known])
 
 
 def _wanted(cluster: ClusterConfig, known: list[Partition]) -> Partition | None:
     """Return the partition that the job asks for, or the default partition; None if it does not exist."""
     default = cluster.partition is None
-    return next((one for one in known if (one.is_default if default else one.name == cluster.partition)), None)
+    return next(
+        (
+            partition
+            for partition in known
+            if (partition.is_default if default else partition.name == cluster.partition)
+        ),
+        None,
+    )
 
 
 def _partition_problems(

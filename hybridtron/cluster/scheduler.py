@@ -80,8 +80,8 @@ def queued(jobs: Sequence[str]) -> list[Queued]:
         return []
     # all jobs are listed, because squeue fails if it knows none of the jobs named on its command line
     lines = _output(["squeue", "--noheader", "--format=%i|%T|%r|%N|%S"]).splitlines()
-    found = [Queued(*line.split("|", 4)) for line in lines if line.count("|") >= 4]
-    return [one for one in found if one.job.partition("_")[0] in jobs]
+    entries = [Queued(*line.split("|", 4)) for line in lines if line.count("|") >= 4]
+    return [entry for entry in entries if entry.job.partition("_")[0] in jobs]
 
 
 def seconds(time: str) -> int | None:

@@ -91,9 +91,9 @@ def main(arguments: list[str]) -> int:
     folders = folders or sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
     if not folders:
         raise Unusable("there is no run below runs/ here: name a run's folder")
-    found = [status(folder) for folder in folders]
+    statuses = [status(folder) for folder in folders]
     console = Console()
-    show(found, console if console.is_terminal else Console(width=WIDTH))
+    show(statuses, console if console.is_terminal else Console(width=WIDTH))
     return 0
 
 
@@ -111,25 +111,27 @@ def status(folder: Path) -> Status:
 def show(found: Sequence[Status], console: Console) -> None:
     """Print the table."""
     table = Table("run", "state", "job", "phase", "step", "tokens/s", "loss", "starts", "left", "done at", box=None)
-    for one in found:
-        speed, left, loss = one.tokens_per_second, one.left_s, one.lines[-1]["loss"] if one.lines else None
+    for run in found:
+        speed = run.tokens_per_second
+        left = run.left_s
+        loss = run.lines[-1]["loss"] if run.lines else None
         done_at = "" if left is None else time.strftime("%F %H:%M", time.localtime(time.time() + left))
         table.add_row(
-            str(one.folder),
-            one.state,
-            ", ".join(f"{job.job} {job.state.lower()}" for job in one.jobs),
-            one.phase if one.lines else "",
-            f"{one.step}/{last_step(one.config)}",
+            str(run.folder),
+            run.state,
+            ", ".join(f"{job.job} {job.state.lower()}" for job in run.jobs),
+            run.phase if run.lines else "",
+            f"{run.step}/{last_step(run.config)}",
             "" if speed is None else readable(speed),
             "" if loss is None else f"{loss:.4f}",
-            str(len(one.attempts) or ""),
+            str(len(run.attempts) or ""),
             "" if left is None else clock(left),
-            done_at if one.state == "running" else "",
+            done_at if run.state == "running" else "",
         )
     console.print(table)
-    for one in found:
-        if one.why:
-            console.print(f"{one.folder}: {one.why}", highlight=False, soft_wrap=True, markup=False)
+    for run in found:
+        if run.why:
+            console.print(f"{run.folder}: {run.why}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _state(

@@ -78,33 +78,33 @@ def main(arguments: list[str]) -> int:
 
 def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> tuple[Config, SlurmJob]:
     """Build the configuration and the job from a user's settings. Raises ConfigError with all problems together."""
-    given = [one.removeprefix("nodes=") for one in settings if one.startswith("nodes=")]
-    kept = [one for one in settings if not one.startswith("nodes=")]
-    found = [
+    node_counts = [setting.removeprefix("nodes=") for setting in settings if setting.startswith("nodes=")]
+    kept = [setting for setting in settings if not setting.startswith("nodes=")]
+    problems = [
         Problem("nodes", f"is {text!r}, must be a number of nodes of at least 1")
-        for text in given
+        for text in node_counts
         if not (text.isdecimal() and int(text) >= 1)
     ]
-    nodes = int(given[-1]) if given and not found else 1
+    nodes = int(node_counts[-1]) if node_counts and not problems else 1
     if chain < 1:
-        found.append(Problem("--chain", f"is {chain}, must be at least 1"))
+        problems.append(Problem("--chain", f"is {chain}, must be at least 1"))
     try:
         config = load(kept)
     except ConfigError as error:
-        raise ConfigError([*found, *password_problems(kept), *error.problems]) from None
+        raise ConfigError([*problems, *password_problems(kept), *error.problems]) from None
     config.run.dir = str(Path(config.run.dir).absolute())
     job = job_of(config, kept, nodes)
-    found += check(config, nodes * config.cluster.processes)
-    found += lacking_weights(config)
-    found += [] if dry_run else data_problems(config)  # a dry run may happen on a machine without the data
-    found += [*cluster_problems(config.cluster), *device_problems(config), *resume_problems(config.run.resume)]
-    found += job_problems(job)
+    problems += check(config, nodes * config.cluster.processes)
+    problems += lacking_weights(config)
+    problems += [] if dry_run else data_problems(config)  # a dry run may happen on a machine without the data
+    problems += [*cluster_problems(config.cluster), *device_problems(config), *resume_problems(config.run.resume)]
+    problems += job_problems(job)
     if (silence := scheduler.silence()) is None:
-        found += queue_problems(job, nodes, ask_sbatch=not found)
+        problems += queue_problems(job, nodes, ask_sbatch=not problems)
     elif not dry_run:
-        found.append(Problem("cluster", f"can't be asked: {silence}"))
-    if found:
-        raise ConfigError(list(dict.fromkeys(found)))
+        problems.append(Problem("cluster", f"can't be asked: {silence}"))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
     return config, job
 
 
@@ -119,12 +119,12 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
     fewer = range(1, nodes) if cluster.on_lost_node is LostNode.smaller and cluster.processes >= 1 else ()
     phases = resolve(config)
     arguments, files = carried(settings)
-    fitting = [n for n in fewer if not any(any(parallel_problems(one, n * cluster.processes)) for one in phases)]
+    fitting = [n for n in fewer if not any(any(parallel_problems(item, n * cluster.processes)) for item in phases)]
     return SlurmJob(
         run_dir=Path(config.run.dir),
         working_dir=Path.cwd(),
         name=config.run.name,
-        arguments=(*(one for one in arguments if not one.startswith("run.dir=")), f"run.dir={config.run.dir}"),
+        arguments=(*(item for item in arguments if not item.startswith("run.dir=")), f"run.dir={config.run.dir}"),
         fitting=(*fitting, nodes),
         patience=math.ceil(config.run.timeout) + 60,
         cluster=cluster,
@@ -169,7 +169,7 @@ def notes_of(folder: Path) -> Path:
 
 def under_way(folder: Path, what: str) -> str | None:
     """Return a message if jobs that were submitted from this folder have not ended, else None."""
-    jobs = [one.job for one in scheduler.queued(read_record(notes_of(folder)).get("jobs", []))]
+    jobs = [entry.job for entry in scheduler.queued(read_record(notes_of(folder)).get("jobs", []))]
     if not jobs:
         return None
     return f"{folder} is the {what} of job {', '.join(jobs)}, which has not ended: wait, or scancel {' '.join(jobs)}"

@@ -48,11 +48,11 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Open a checkpoint. Raises BrokenCheckpoint if the manifest or the configuration is damaged."""
-        found = cls(folder, manifest.read(folder))
-        if missing := found.manifest.incomplete():
+        checkpoint = cls(folder, manifest.read(folder))
+        if missing := checkpoint.manifest.incomplete():
             raise BrokenCheckpoint(f"{folder} holds only a part of {missing[0]}")
-        found.verified("config.yaml")
-        return found
+        checkpoint.verified("config.yaml")
+        return checkpoint
 
     @property
     def meta(self) -> Meta:
@@ -127,7 +127,7 @@ class Checkpoint:
 
         The share is every `shares`-th chunk from number `share` on. Raises BrokenCheckpoint.
         """
-        for chunk in [one for one in self.manifest.chunks if one.file.startswith(f"{kind}-")][share::shares]:
+        for chunk in [entry for entry in self.manifest.chunks if entry.file.startswith(f"{kind}-")][share::shares]:
             self._verify(chunk)
 
     def _verify(self, chunk: StoredShard) -> None:

@@ -38,7 +38,7 @@ class Copies:
     @property
     def trained(self) -> list[Future[Copied]]:
         """The copies of weights and moments. The next update must wait for them."""
-        return [one for kind in KINDS for one in self.files.get(kind, ())]
+        return [future for kind in KINDS for future in self.files.get(kind, ())]
 
     def fault(self) -> str | None:
         """Wait until weights and moments are copied; return the key of one that is not finite, or None.
@@ -46,14 +46,14 @@ class Copies:
         A copy that failed with an exception is skipped here; `blocks` raises it.
         """
         wait(self.trained)
-        copied = (one.result() for one in self.trained if one.exception() is None)
-        return next((one.block.key for one in copied if not one.finite), None)
+        copied = (entry.result() for entry in self.trained if entry.exception() is None)
+        return next((entry.block.key for entry in copied if not entry.finite), None)
 
     def blocks(self) -> dict[str, list[Any]]:
         """Wait for all copies and return them by file kind. Raises NotFinite, or a copy's own exception."""
         if key := self.fault():
             raise NotFinite(f"values of {key} are not finite")
-        return {name: [one.result().block for one in of_file] for name, of_file in self.files.items()}
+        return {name: [future.result().block for future in of_file] for name, of_file in self.files.items()}
 
 
 class Copier:
@@ -67,10 +67,10 @@ class Copier:
         """Start to copy all blocks. When this returns, only weights and moments may still be under way."""
         first_now = sorted(blocks, key=KINDS.__contains__)
         files = {
-            name: [self._threads.submit(self._copied, one, beside_computing()) for one in blocks[name]]
+            name: [self._threads.submit(self._copied, item, beside_computing()) for item in blocks[name]]
             for name in first_now
         }
-        wait([one for name, of_file in files.items() if name not in KINDS for one in of_file])
+        wait([item for name, of_file in files.items() if name not in KINDS for item in of_file])
         return Copies(files)
 
     def _copied(self, one: Any, beside: AbstractContextManager[Any]) -> Copied:

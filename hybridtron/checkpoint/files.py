@@ -47,7 +47,8 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
     Returns the manifest's entries: one for the file, and one for each block.
     """
     head = head_of((_name(block), block.dtype, block.local_shape) for block in blocks)
-    chunks, at = [], len(head)
+    chunks = []
+    at = len(head)
     with writing(path) as write:
         write(memoryview(head))
         for block in blocks:
@@ -171,16 +172,16 @@ def _read(path: Path, start: int, count: int, expected: str, size: int) -> np.nd
     """Read `count` bytes from `start` on. Raises BrokenCheckpoint if digest or file size are not as expected."""
     try:
         with open_regular(path) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise BrokenCheckpoint(f"{path} has {found:,} bytes, was written with {size:,}")
+            actual_size = os.fstat(file.fileno()).st_size
+            if actual_size != size:
+                raise BrokenCheckpoint(f"{path} has {actual_size:,} bytes, was written with {size:,}")
             if not 0 <= start <= start + count <= size:
                 raise BrokenCheckpoint(f"{path} ends before bytes {start:,} to {start + count:,}")
             stored = np.empty(count, dtype=np.uint8)
             file.seek(start)
-            rest = stored.data
-            while rest and (got := file.readinto(rest)):
-                rest = rest[got:]
+            unread = stored.data
+            while unread and (count_read := file.readinto(unread)):
+                unread = unread[count_read:]
     except FileNotFoundError as error:
         raise BrokenCheckpoint(f"{path} is missing") from error
     except OSError as error:

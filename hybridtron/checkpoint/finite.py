@@ -31,19 +31,19 @@ def not_finite(blocks: Iterable[Any]) -> str | None:
 
     Memory is read once, and a device is waited for once.
     """
-    asked = [one for one in blocks if one.data.numel() and one.data.is_floating_point()]
-    if not asked:
+    floating = [block for block in blocks if block.data.numel() and block.data.is_floating_point()]
+    if not floating:
         return None
     with ThreadPoolExecutor(THREADS) as threads:
-        extremes = torch.stack([*threads.map(lambda one: _extremes(one.data).float(), asked)]).cpu()
+        extremes = torch.stack([*threads.map(lambda block: _extremes(block.data).float(), floating)]).cpu()
     fine = extremes.isfinite().all(dim=1).tolist()
-    return next((one.key for one, well in zip(asked, fine, strict=True) if not well), None)
+    return next((block.key for block, well in zip(floating, fine, strict=True) if not well), None)
 
 
 def all_finite(key: str | None) -> None:
     """Raise NotFinite on all processes if any process passes a key. All processes call this together."""
-    if found := next(filter(None, all_gather_values(key)), None):
-        raise NotFinite(f"values of {found} are not finite")
+    if bad_key := next(filter(None, all_gather_values(key)), None):
+        raise NotFinite(f"values of {bad_key} are not finite")
 
 
 def is_finite(tensor: Tensor) -> bool:

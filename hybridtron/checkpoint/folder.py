@@ -32,8 +32,8 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 def all_of(run_dir: Path) -> list[Path]:
     """List all checkpoints of a run's folder, oldest first. They are not verified."""
-    found = [path for path in (run_dir / "checkpoints").glob("step-*") if is_name(path.name)]
-    return sorted(found, key=step_of)
+    paths = [path for path in (run_dir / "checkpoints").glob("step-*") if is_name(path.name)]
+    return sorted(paths, key=step_of)
 
 
 def is_name(name: str) -> bool:
@@ -168,7 +168,7 @@ def retire(
     sweep(run_dir)
     newest_ones, failures = _newest_ones(run_dir, settings.keep)
     folders = all_of(run_dir)
-    kept = {*(one.folder for one in newest_ones), *in_use}
+    kept = {*(checkpoint.folder for checkpoint in newest_ones), *in_use}
     kept |= {folder for folder in folders if step_of(folder) in phase_ends}
     if steps_for_ever is not None:
         kept |= {folder for folder in folders if step_of(folder) % steps_for_ever == 0}
@@ -197,15 +197,16 @@ def sweep(run_dir: Path) -> None:
 
 def _newest_ones(run_dir: Path, count: int) -> tuple[list[Checkpoint], list[str]]:
     """Return the newest `count` valid checkpoints; archive broken ones on the way and return a message for each."""
-    found, messages = list[Checkpoint](), list[str]()
+    checkpoints = list[Checkpoint]()
+    messages = list[str]()
     for folder in reversed(all_of(run_dir)):
-        if len(found) == count:
+        if len(checkpoints) == count:
             break
         try:
-            found.append(Checkpoint.open(folder))
+            checkpoints.append(Checkpoint.open(folder))
         except BrokenCheckpoint as error:
             messages.append(f"BROKEN CHECKPOINT: {error}; {archive_broken(folder)}")
-    return found, messages
+    return checkpoints, messages
 
 
 def _best(folders: list[Path]) -> Path | None:

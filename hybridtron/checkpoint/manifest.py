@@ -124,10 +124,10 @@ def read(folder: Path) -> CheckpointManifest:
 
     Raises BrokenCheckpoint if it is damaged or incomplete, or if the folder carries another step's name.
     """
-    found = of_bytes(stored_in(folder), folder / FILE)
-    if step_in(folder.name) is not None and folder.name != name_of(found.meta.step):
-        raise BrokenCheckpoint(f"{folder} holds step {found.meta.step}: it was renamed")
-    return found
+    manifest = of_bytes(stored_in(folder), folder / FILE)
+    if step_in(folder.name) is not None and folder.name != name_of(manifest.meta.step):
+        raise BrokenCheckpoint(f"{folder} holds step {manifest.meta.step}: it was renamed")
+    return manifest
 
 
 def stored_in(folder: Path) -> bytes:
@@ -146,15 +146,15 @@ def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
 
     Raises BrokenCheckpoint if the digest differs, or if the content does not make a valid manifest.
     """
-    at = len(_HEAD) + 32
-    body = stored[at + len(_BETWEEN) : -len(_END)]
+    digest_end = len(_HEAD) + 32
+    body = stored[digest_end + len(_BETWEEN) : -len(_END)]
     whole = _HEAD + digest_of(body).encode() + _BETWEEN + body + _END
     if stored != whole:
         raise BrokenCheckpoint(f"{path} is not as it was written: its digest differs")
     try:
         content = migrated(json.loads(body), path)
         files = {name: File(**file) for name, file in content["files"].items()}
-        found = CheckpointManifest(
+        manifest = CheckpointManifest(
             Meta(**content["meta"]), files, tuple(chunk_of(values) for values in content["chunks"])
         )
     except BrokenCheckpoint:
@@ -163,9 +163,9 @@ def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
         raise BrokenCheckpoint(f"{path} does not say what a manifest says: {error!r}") from error
     if outside := [name for name in files if "/" in name or name in ("", ".", "..")]:
         raise BrokenCheckpoint(f"{path} names {outside[0]!r}, which is no file of the checkpoint")
-    if strays := {chunk.file for chunk in found.chunks} - files.keys():
+    if strays := {chunk.file for chunk in manifest.chunks} - files.keys():
         raise BrokenCheckpoint(f"{path} has chunks in {min(strays)!r}, which it does not list")
-    return found
+    return manifest
 
 
 def migrated(content: dict[str, Any], path: Path) -> dict[str, Any]:

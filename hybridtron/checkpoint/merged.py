@@ -57,12 +57,12 @@ class MergedCheckpoint(Checkpoint):
         scale = self.adapters.alpha / self.adapters.rank
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight = weight.to(wide)
-        made = weight + scale * (up.to(wide) @ down.to(wide))
+        adapted = weight + scale * (up.to(wide) @ down.to(wide))
         if not self.adapters.dora:
-            return made
+            return adapted
         M = super().whole(self._widest(B.replace(".adapter.B", ".adapter.M")))
-        before, after = (torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in (weight, made))
-        return factors(M.to(wide), before, after)[:, None] * made
+        before, after = (torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) for matrix in (weight, adapted))
+        return factors(M.to(wide), before, after)[:, None] * adapted
 
     def _widest(self, key: str) -> str:
         """Return the key of a weight's fp32 master if there is one, else the weight's own."""

@@ -82,12 +82,12 @@ def upload(bucket: Bucket, folder: Path) -> None:
     differs, and StorageError if the store fails.
     """
     stored = manifest.stored_in(folder)
-    found = manifest.of_bytes(stored, folder / FILE)
+    stored_manifest = manifest.of_bytes(stored, folder / FILE)
     if bucket.small(f"{folder.name}/{FILE}", manifest.GREATEST) != stored:
-        for name in found.files:
+        for name in stored_manifest.files:
             copy = f"{folder.name}/{name}"
             bucket.put_file(copy, folder / name)
-            for _ in verified(bucket.pieces(copy), found, name, f"{bucket.url}/{copy}"):
+            for _ in verified(bucket.pieces(copy), stored_manifest, name, f"{bucket.url}/{copy}"):
                 pass
         bucket.put(f"{folder.name}/{FILE}", stored)
         if bucket.small(f"{folder.name}/{FILE}", manifest.GREATEST) != stored:
@@ -134,16 +134,16 @@ def download(url: str, run_dir: Path) -> Path:
         raise BrokenCheckpoint(
             f"{bucket.url} holds neither {folders.POINTER} nor {FILE}: it is no mirror, or incomplete"
         )
-    found = manifest.of_bytes(stored, Path(FILE))
-    if name != manifest.name_of(found.meta.step):
-        raise BrokenCheckpoint(f"{bucket.url} holds step {found.meta.step}: it was renamed")
+    stored_manifest = manifest.of_bytes(stored, Path(FILE))
+    if name != manifest.name_of(stored_manifest.meta.step):
+        raise BrokenCheckpoint(f"{bucket.url} holds step {stored_manifest.meta.step}: it was renamed")
     target = run_dir / "checkpoints" / name
     if target.exists():
         raise FileExistsError(f"{target} is there already")
     with appearing(target) as temporary:
-        for file in found.files:
+        for file in stored_manifest.files:
             with (temporary / file).open("wb") as into:
-                for piece in verified(bucket.pieces(file), found, file, f"{bucket.url}/{file}"):
+                for piece in verified(bucket.pieces(file), stored_manifest, file, f"{bucket.url}/{file}"):
                     into.write(piece)
             sync(temporary / file)
         write_bytes(temporary / FILE, stored)

@@ -68,7 +68,7 @@ def restore_newest(
     Broken checkpoints in the run's own folder are archived. A broken one that a configuration key names may belong to
     another run; it is left as it is, and ConfigError is raised. Raises BrokenCheckpoint if no candidate is valid.
     """
-    found = []
+    faults = []
     for checkpoint in candidates:
         engine, border = engine_for(checkpoint)
         fault = _first_fault(_restored(checkpoint, engine, border))
@@ -79,11 +79,11 @@ def restore_newest(
             fault = RestoreFault(fault.what, "run.resume")
         if fault.key is not None:
             raise ConfigError([Problem(fault.key, f"{fault.what}; name another checkpoint")])
-        found.append(fault.what)
+        faults.append(fault.what)
         if engine.groups.is_first:
             print(f"BROKEN CHECKPOINT: {fault.what}; {archive_broken(checkpoint.folder)}", file=sys.stderr)
         barrier()
-    raise BrokenCheckpoint("; ".join(["no checkpoint is whole", *found]))
+    raise BrokenCheckpoint("; ".join(["no checkpoint is whole", *faults]))
 
 
 def _first_fault(own: RestoreFault | None) -> RestoreFault | None:
@@ -103,8 +103,8 @@ def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
         given.verify_chunks("model", groups.rank, groups.world_size)
     except BrokenCheckpoint as error:
         fault = str(error)
-    if found := next(filter(None, all_gather_values(fault)), None):
-        raise ConfigError([Problem(key, f"{found}; name another checkpoint")])
+    if first_fault := next(filter(None, all_gather_values(fault)), None):
+        raise ConfigError([Problem(key, f"{first_fault}; name another checkpoint")])
 
 
 def _archive_newer_broken(checkpoint: Checkpoint, run_dir: Path, first: bool) -> None:
@@ -150,26 +150,27 @@ def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> RestoreFault
     it lacks is read from the weight. Moments that it lacks, or that are not kept, are zero. Adapters that it lacks keep
     their initial values.
     """
-    held, wanted = border.weights.shapes, []
+    held = border.weights.shapes
+    wanted = []
 
     def begins(key: str) -> bool:
         return is_adapter(key) and key not in held  # the engine has initialized it
 
-    for one in blocks["model"]:
-        if begins(one.key):
+    for block in blocks["model"]:
+        if begins(block.key):
             continue
-        master = f"master.{one.key}"
-        wanted.append(replace(one, key=master) if one.data.dtype != torch.bfloat16 and master in held else one)
-    for one in blocks["optimizer"]:
-        kind, _, weight = one.key.partition(".")
+        master = f"master.{block.key}"
+        wanted.append(replace(block, key=master) if block.data.dtype != torch.bfloat16 and master in held else block)
+    for block in blocks["optimizer"]:
+        kind, _, weight = block.key.partition(".")
         if kind == "master" and begins(weight):
             continue
         if kind == "master":
-            wanted.append(one if one.key in held else replace(one, key=weight))
-        elif border.moments and one.key in held:
-            wanted.append(one)
+            wanted.append(block if block.key in held else replace(block, key=weight))
+        elif border.moments and block.key in held:
+            wanted.append(block)
         else:
-            one.data.zero_()
+            block.data.zero_()
     try:
         _fill(border.weights, wanted)
     except BrokenCheckpoint as error:

@@ -94,7 +94,7 @@ def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, A
                 yield f"{name}.{key}", value.get(key), other.get(key)
         else:
             yield name, value, other
-    lines = [to_yaml(one.config).splitlines() for one in (left, right)]
+    lines = [to_yaml(checkpoint.config).splitlines() for checkpoint in (left, right)]
     for ours in dict.fromkeys(lines[0]):
         if ours not in lines[1]:
             key, _, value = ours.partition(":")

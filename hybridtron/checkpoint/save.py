@@ -98,7 +98,7 @@ class Saver:
             engine.readers = copies.trained
         else:
             copies = None
-            all_finite(not_finite([one for kind in KINDS for one in content.blocks.get(kind, ())]))
+            all_finite(not_finite([shard for kind in KINDS for shard in content.blocks.get(kind, ())]))
         self._under_way = self._thread.submit(self._run, self._prepare(temporary), content, copies, temporary)
         if not self.config.checkpoint.asynchronous:
             self.settle()
@@ -197,7 +197,7 @@ class Saver:
                     chunks += written[1]
             values = {"files": {name: asdict(file) for name, file in files.items()}, "chunks": chunks}
         except (OSError, NotFinite) as error:
-            needed = sum(one.data.nbytes for of_file in content.blocks.values() for one in of_file)
+            needed = sum(shard.data.nbytes for of_file in content.blocks.values() for shard in of_file)
             why = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"
             values = {"failure": f"process {self.groups.rank}: {why}"}
             for unfinished in temporary.glob(f"*-{self.groups.rank:05}.safetensors"):
@@ -261,7 +261,7 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
     """Collect the blocks and small files that this process writes; replicated tensors are written only once."""
     groups = engine.groups
     blocks: dict[str, Sequence[Any]] = {
-        name: [one for one in of_file if one.replica_id == 0] for name, of_file in engine.blocks().items()
+        name: [shard for shard in of_file if shard.replica_id == 0] for name, of_file in engine.blocks().items()
     }
     blocks["random"] = [
         block(f"random.{groups.rank}.{name}", tuple(state.shape), (0,) * state.dim(), state, main=True)

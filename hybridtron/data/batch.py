@@ -130,9 +130,9 @@ class SeqInfo:
         Call it on the CPU, where this does not wait for a device.
         """
         borders_E = None if self.documents_BL is None else document_borders(self.documents_BL)
-        found = replace(self, borders_E=borders_E)
-        found.spans()
-        return found
+        with_borders = replace(self, borders_E=borders_E)
+        with_borders.spans()
+        return with_borders
 
     def map(self, change: Change) -> SeqInfo:
         """Apply `change` to every tensor, to get other rows or tokens.

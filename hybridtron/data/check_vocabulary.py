@@ -29,13 +29,13 @@ def meaning_problems(config: Config, index: int, data: TokenFolder | str) -> lis
         why = f"but {data.name} has tokens of another vocabulary: {differs}"
     else:
         return []
-    made = f"use tokens made with its own (hybridtron data prepare --tokenizer {tokenizer}; data.source=folder)"
-    return [Problem(key, f"is {weights}, {why}; {made}, or run.accept_data_changes=true")]
+    cure = f"use tokens made with its own (hybridtron data prepare --tokenizer {tokenizer}; data.source=folder)"
+    return [Problem(key, f"is {weights}, {why}; {cure}, or run.accept_data_changes=true")]
 
 
 def vocabulary_warnings(config: Config) -> list[str]:
     """Warn about initial weights without a readable tokenizer: the data can't be compared with it."""
-    named = dict(found for index in range(len(config.phases)) if (found := _named(config, index)) is not None)
+    named = dict(entry for index in range(len(config.phases)) if (entry := _named(config, index)) is not None)
     message = "has no tokenizer that can be read: that the data is of its vocabulary is taken on trust"
     return [f"{key}={folder} {message}" for key, folder in named.items() if _readable(folder) is None]
 

@@ -34,10 +34,10 @@ def dali_batches(steps: Iterator[RowArrays], documents: Documents) -> Iterator[B
     pipeline.build()
     while True:
         try:
-            made = [torch.from_dlpack(output.as_tensor()) for output in pipeline.run()]
+            tensors = [torch.from_dlpack(output.as_tensor()) for output in pipeline.run()]
         except StopIteration:  # DALI's signal that its source has ended
             return
-        tokens_BL, labels_BL, mask_BL, positions_BL, documents_BL, continues_B = made
+        tokens_BL, labels_BL, mask_BL, positions_BL, documents_BL, continues_B = tensors
         seq = SeqInfo(positions_BL, documents_BL if documents is Documents.isolate else None)
         yield Batch(tokens_BL, labels_BL, mask_BL, seq, continues_B)
 
@@ -54,8 +54,8 @@ def _pipeline(steps: Iterator[RowArrays], rows: int, length: int) -> Any:
         batch_size=rows, num_threads=1, device_id=device.index if on_gpu else None, prefetch_queue_depth=QUEUE_DEPTH
     )
     with pipeline:
-        given = fn.external_source(source=steps, num_outputs=len(RowArrays._fields), batch=True)
-        tokens, documents, base, learned, continues = (one.gpu() for one in given) if on_gpu else given
+        inputs = fn.external_source(source=steps, num_outputs=len(RowArrays._fields), batch=True)
+        tokens, documents, base, learned, continues = (array.gpu() for array in inputs) if on_gpu else inputs
         tokens = fn.cast(tokens, dtype=types.INT64)
         place = types.Constant(np.arange(length - 1, dtype=np.int64), device="gpu" if on_gpu else "cpu")
         positions = fn.cast(base[:-1], dtype=types.INT64) + place

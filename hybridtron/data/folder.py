@@ -111,7 +111,8 @@ class TokenFolder:
 
     def lengths(self, split: str, source: str) -> np.ndarray:
         """Return the number of tokens in each document, as memory-mapped uint32, checked against the manifest."""
-        of_source, name = self.manifest.splits[split][source], f"{split}/{source}/lengths.npy"
+        of_source = self.manifest.splits[split][source]
+        name = f"{split}/{source}/lengths.npy"
         self.verified(name)
         try:
             lengths = np.load(self.path / name, mmap_mode="r" if of_source.documents else None)
@@ -131,9 +132,9 @@ class TokenFolder:
         for where, shard in self.manifest.shards():
             name = f"{where}/{self.manifest.stored_name(shard)}"
             expected = shard.size if shard.packed is None else shard.packed
-            if (found := _size(self.path / name)) != expected:
-                kind = "empty" if not found else "truncated" if found < expected else "too long"
-                raise FolderError(self.path, f"has a shard that is {kind}: {name} has {found} of {expected} bytes")
+            if (actual := _size(self.path / name)) != expected:
+                kind = "empty" if not actual else "truncated" if actual < expected else "too long"
+                raise FolderError(self.path, f"has a shard that is {kind}: {name} has {actual} of {expected} bytes")
 
 
 def _size(file: Path) -> int:

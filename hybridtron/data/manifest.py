@@ -91,8 +91,8 @@ class SourceSplit:
         if not (isinstance(self.index, str) and isinstance(self.lengths, str)):
             yield "its index or its lengths have no digest"
         for number, shard in enumerate(self.shards):
-            given = (0 if count is None else count for count in (shard.packed, shard.learned))
-            counts = (shard.documents, shard.tokens, shard.size, *given)
+            optional_counts = (0 if count is None else count for count in (shard.packed, shard.learned))
+            counts = (shard.documents, shard.tokens, shard.size, *optional_counts)
             if not (all(map(_is_count, counts)) and isinstance(shard.file, str) and isinstance(shard.digest, str)):
                 yield f"shard {number} has no name, counts or digest that could be right"
 
@@ -119,13 +119,15 @@ class DataManifest:
         """Parse the JSON of a folder's manifest; raise FolderError if it is faulty or was changed."""
         try:
             values = json.loads(text)
-            own = values.pop("digest", None)  # folders of earlier versions have none
+            stored_digest = values.pop("digest", None)  # folders of earlier versions have none
             if values["format"] != FORMAT:
                 raise FolderError(
                     folder, f"has format {values['format']}; this version reads format {FORMAT}: prepare it again"
                 )
             splits = {
-                split: {name: SourceSplit.parse(of_source) for name, of_source in values["splits"][split].items()}
+                split: {
+                    name: SourceSplit.parse(source_values) for name, source_values in values["splits"][split].items()
+                }
                 for split in SPLITS
             }
             manifest = DataManifest(**(values | {"splits": splits}))
@@ -135,7 +137,7 @@ class DataManifest:
             raise FolderError(folder, f"has a manifest.json that does not parse: {error!r}") from error
         for fault in manifest.faults():
             raise FolderError(folder, fault)
-        if own not in (None, _own_digest(values)):
+        if stored_digest not in (None, _own_digest(values)):
             raise FolderError(folder, "has a manifest.json that differs from its own digest: it was changed")
         return manifest
 
@@ -165,12 +167,12 @@ class DataManifest:
     @cached_property
     def beside(self) -> dict[str, tuple[str, int]]:
         """Files beside the shards: name -> digest and size in bytes, exact or usual."""
-        found = {"tokenizer.json": (self.tokenizer, USUAL)}
+        files = {"tokenizer.json": (self.tokenizer, USUAL)}
         for split, sources in self.splits.items():
-            for source, has in sources.items():
-                found[f"{split}/{source}/index.json"] = has.index, USUAL
-                found[f"{split}/{source}/lengths.npy"] = has.lengths, 128 + 4 * has.documents
-        return found
+            for source, source_split in sources.items():
+                files[f"{split}/{source}/index.json"] = source_split.index, USUAL
+                files[f"{split}/{source}/lengths.npy"] = source_split.lengths, 128 + 4 * source_split.documents
+        return files
 
     def shards(self) -> Iterator[tuple[str, DataShard]]:
         """Yield (folder, shard) for every shard, where the folder is its source's, such as train/web."""

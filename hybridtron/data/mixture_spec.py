@@ -90,13 +90,13 @@ def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened
     Raises FolderError if there is no such source.
     """
     folder = opened(entry.path or default_path)
-    there = folder.manifest.splits["train"]
-    source = entry.source or (name if name in there or len(there) != 1 else next(iter(there)))
-    if source not in there:
-        has = ", ".join(there) or "none"
+    sources = folder.manifest.splits["train"]
+    source = entry.source or (name if name in sources or len(sources) != 1 else next(iter(sources)))
+    if source not in sources:
+        names = ", ".join(sources) or "none"
         raise FolderError(
             folder.name,
-            f"has no source {source!r} for mixture.{name}; its sources: {has}. Name one as mixture.{name}.source, "
+            f"has no source {source!r} for mixture.{name}; its sources: {names}. Name one as mixture.{name}.source, "
             "or write mixture: null for all of them",
         )
     return MixtureSource(name, folder, source, entry.weight)
@@ -149,10 +149,14 @@ class Epochs(NamedTuple):
 
 def reading_plan(found: Sequence[MixtureSource], tokens: int) -> list[Epochs]:
     """Divide `tokens` training tokens among the sources by weight, and count each source's epochs."""
-    whole = sum(one.weight for one in found)
+    total_weight = sum(source.weight for source in found)
     lines = []
-    for one in found:
-        share, has, learned = one.weight / whole, one.tokens("train"), one.learned("train")
-        of_all = None if learned is None else learned / has
-        lines.append(Epochs(one.name, share, round(share * tokens), share * tokens / has, of_all, one.place))
+    for source in found:
+        share = source.weight / total_weight
+        num_tokens = source.tokens("train")
+        num_learned = source.learned("train")
+        learned_share = None if num_learned is None else num_learned / num_tokens
+        lines.append(
+            Epochs(source.name, share, round(share * tokens), share * tokens / num_tokens, learned_share, source.place)
+        )
     return lines

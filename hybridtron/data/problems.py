@@ -171,9 +171,9 @@ def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> li
         tokens = parse_tokens(phase.settings.tokens)
     except ValueError:
         return []  # reported by the phase's own rules
-    reads = {one.source: one.epochs or 0.0 for one in reading_plan(found, tokens)}
+    reads = {entry.source: entry.epochs or 0.0 for entry in reading_plan(found, tokens)}
     problems = _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
-    has = min(one.folder.manifest.vocab_size for one in found)
+    has = min(entry.folder.manifest.vocab_size for entry in found)
     if problems and 2 * has <= phase.model.vocab_size:  # harmless alone, here a sign of the wrong folder
         other = f"its vocabulary of {has} is not that of model.vocab_size={phase.model.vocab_size} either"
         return [Problem(problem.key, f"{problem.message}; {other}") for problem in problems]
@@ -204,12 +204,12 @@ def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource
     reader = _reader(phase)
     longest = seq_len * max((1, *phase.config.run.eval_lengths))
     problems = []
-    for one in found:
-        if one.tokens("train") <= seq_len:
-            message = f"has {one.tokens('train')} train tokens, and one row takes {seq_len + 1}"
+    for source in found:
+        if source.tokens("train") <= seq_len:
+            message = f"has {source.tokens('train')} train tokens, and one row takes {seq_len + 1}"
             cure = f"a smaller seq_len or more text works{reader}"
-            problems.append(Problem(key, f"{one.folder.name} ({one.name}) {message}; {cure}"))
-    fullest = max(found, key=lambda one: one.tokens("validation"))
+            problems.append(Problem(key, f"{source.folder.name} ({source.name}) {message}; {cure}"))
+    fullest = max(found, key=lambda source: source.tokens("validation"))
     if (most := fullest.tokens("validation")) <= longest:
         message = f"at most {most} validation tokens in a source, and one row takes {longest + 1}"
         cure = "smaller run.eval_lengths or seq_len works, or more of them: hybridtron data prepare --validation"

@@ -56,19 +56,24 @@ def part_of_row(row: RowSpans, begin: int, length: int, part: RowPart, joined: b
     joined: whether the row counts as one document
     """
     share = length // part.ranks
-    first, end = begin + part.rank * share, begin + length
+    first = begin + part.rank * share
+    end = begin + length
     stop = first + share
     ends = list(accumulate(span.count for _, span in row.spans))
     starts = [0, *ends[:-1]]
-    own = [index for index in range(len(ends)) if starts[index] <= stop and ends[index] > first]
-    number = own[0]
+    indices = [index for index in range(len(ends)) if starts[index] <= stop and ends[index] > first]
+    number = indices[0]
     document = (0, ends[-1]) if joined else (starts[number], ends[number])  # the document of the shard's first token
     documents = [(0, ends[-1])] if joined else list(zip(starts, ends, strict=True))
     position = first - document[0] + (row.position if document[0] == 0 else 0)
     return PartOfRow(
-        RowSpans([_between(row.spans[index], starts[index], first, stop + 1) for index in own], position),
+        RowSpans([_between(row.spans[index], starts[index], first, stop + 1) for index in indices], position),
         0 if joined else number,
-        [(max(a, begin) - begin, min(b, end) - begin) for a, b in documents if a < end and b > begin],
+        [
+            (max(document_start, begin) - begin, min(document_end, end) - begin)
+            for document_start, document_end in documents
+            if document_start < end and document_end > begin
+        ],
         first - max(document[0], begin),
         document[1] >= stop,
         row.position > 0 if begin == 0 else joined or begin not in starts,
@@ -107,9 +112,9 @@ def with_share(batch: Batch, parts: Sequence[PartOfRow], part: RowPart) -> Batch
         part.ranks,
         part.rank,
         None,
-        [one.spans for one in parts],
+        [piece.spans for piece in parts],
         batch.tokens_BL.shape[1],
-        torch.tensor([one.behind for one in parts], device=batch.tokens_BL.device),
-        torch.tensor([one.unbroken for one in parts], device=batch.tokens_BL.device),
+        torch.tensor([piece.behind for piece in parts], device=batch.tokens_BL.device),
+        torch.tensor([piece.unbroken for piece in parts], device=batch.tokens_BL.device),
     )
     return replace(batch, seq=replace(batch.seq, share=share)).bordered()

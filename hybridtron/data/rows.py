@@ -45,7 +45,7 @@ class RowArrays(NamedTuple):
 
 def gather(sources: Sequence[DocumentStore], rows: Sequence[RowSpans], dtype: np.dtype, joined: bool) -> RowArrays:
     """Read the tokens for rows with equal length; raise DataError if a token is beyond the vocabulary."""
-    spans = [one for row in rows for one in row.spans]
+    spans = [source_span for row in rows for source_span in row.spans]
     counts = np.array([span.count for _, span in spans])
     length = int(counts.sum()) // len(rows)
     tokens_BT = np.empty((len(rows), length), dtype)
@@ -73,7 +73,7 @@ def _places(spans_B: np.ndarray, counts: np.ndarray, first_B: np.ndarray, length
     documents = np.arange(len(counts)) - begins_B.repeat(spans_B)
     base = (np.arange(len(spans_B)) * length).repeat(spans_B) - (np.cumsum(counts) - counts)
     base[begins_B] = first_B
-    documents_BT, base_BT = (each.astype(np.int32).repeat(counts).reshape(-1, length) for each in (documents, base))
+    documents_BT, base_BT = (values.astype(np.int32).repeat(counts).reshape(-1, length) for values in (documents, base))
     return documents_BT, base_BT
 
 

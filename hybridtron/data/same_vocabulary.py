@@ -61,7 +61,7 @@ def _ids_differ(ids: Mapping[str, int], their_ids: Mapping[str, int]) -> str | N
 
 
 def _merges_differ(ours: Tokenizer, theirs: Tokenizer) -> str | None:
-    merges, their_merges = (_merges(one) for one in (ours, theirs))
+    merges, their_merges = (_merges(tokenizer) for tokenizer in (ours, theirs))
     common = min(len(merges), len(their_merges))
     return None if merges[:common] == their_merges[:common] else "the merges are others"
 

@@ -44,20 +44,20 @@ class Sources:
             prepare_embedded(Path(data.path), phase.model.vocab_size)
         cache = cache_options(data)
         try:
-            found = mixture_of(data, lambda path: open_folder(path, cache))
+            mixture = mixture_of(data, lambda path: open_folder(path, cache))
         except FolderError as error:
             raise ConfigError([Problem(key, f"{error}; phase {phase.settings.name} reads it")]) from error
-        if problems := content_problems(key, phase, found):
+        if problems := content_problems(key, phase, mixture):
             raise ConfigError(problems)
-        return Sources(found, cache)
+        return Sources(mixture, cache)
 
     @property
     def names(self) -> list[str]:
-        return [one.name for one in self.mixture]
+        return [source.name for source in self.mixture]
 
     @property
     def weights(self) -> list[float]:
-        return [one.weight for one in self.mixture]
+        return [source.weight for source in self.mixture]
 
     @property
     def tokenizer_file(self) -> Path:
@@ -76,41 +76,43 @@ class Sources:
     @property
     def chat(self) -> str | None:
         """Chat template that conversations were prepared with, as stored; None if there are none."""
-        stored = (one.folder.manifest.origin.get("chat") for one in self.mixture)
+        stored = (source.folder.manifest.origin.get("chat") for source in self.mixture)
         return next((text for text in stored if isinstance(text, str)), None)
 
     @property
     def dtype(self) -> np.dtype:
         """Dtype that holds every source's tokens."""
-        return np.result_type(*(np.dtype(one.folder.manifest.dtype) for one in self.mixture))
+        return np.result_type(*(np.dtype(source.folder.manifest.dtype) for source in self.mixture))
 
     @property
     def masked(self) -> bool:
         """True if some training text has masks."""
-        return any(one.learned("train") is not None for one in self.mixture)
+        return any(source.learned("train") is not None for source in self.mixture)
 
     @property
     def documents_per_token(self) -> float:
         """Training documents per token, averaged over the sources by weight."""
-        splits = [one.folder.manifest.splits["train"][one.source] for one in self.mixture]
+        splits = [source.folder.manifest.splits["train"][source.source] for source in self.mixture]
         weighted = zip(self.weights, splits, strict=True)
         return sum(weight * split.documents / split.tokens for weight, split in weighted) / sum(self.weights)
 
     def having(self, split: str) -> list[MixtureSource]:
         """Return the sources that have tokens in a split. For training, these are all sources."""
-        return [one for one in self.mixture if one.tokens(split)]
+        return [source for source in self.mixture if source.tokens(split)]
 
     def stores(self, split: str) -> list[DocumentStore]:
         """Return a document store for each source in `having(split)`. Stores are opened once."""
         if split not in self._stores:
             self._stores[split] = [
-                DocumentStore(one.folder, split, one.source, self._cache) for one in self.having(split)
+                DocumentStore(source.folder, split, source.source, self._cache) for source in self.having(split)
             ]
         return self._stores[split]
 
     def described(self) -> str:
         """Describe the sources, their digests and weights in one line."""
-        return ", ".join(f"{one.name} {one.folder.digest[:12]}/{one.source} x {one.weight:g}" for one in self.mixture)
+        return ", ".join(
+            f"{source.name} {source.folder.digest[:12]}/{source.source} x {source.weight:g}" for source in self.mixture
+        )
 
 
 def cache_options(data: DataConfig) -> CacheOptions:

@@ -26,17 +26,17 @@ def held_out(
     not divide a segment, the segment's rest is left out. Raises ValueError if no split has enough tokens for a row.
     """
     stores, mixture = sources.stores("validation"), sources.having("validation")
-    whole = sum(one.weight for one in mixture)
-    found = 0
-    for index, (store, one) in enumerate(zip(stores, mixture, strict=True)):
+    total_weight = sum(source.weight for source in mixture)
+    num_rows = 0
+    for index, (store, source) in enumerate(zip(stores, mixture, strict=True)):
         stream = DocumentStream(store)
-        begins = _begins(one.tokens("validation") - 1, int(one.weight / whole * tokens), seq_len, piece)
+        begins = _begins(source.tokens("validation") - 1, int(source.weight / total_weight * tokens), seq_len, piece)
         rows = [RowSpans([(index, span) for span in stream.spans(begin, seq_len + 1)], position=0) for begin in begins]
-        found += len(rows)
+        num_rows += len(rows)
         for first in range(0, len(rows), micro_batch):
             gathered = gather(stores, rows[first : first + micro_batch], sources.dtype, documents is Documents.join)
-            yield one.name, batch_of(gathered, documents)
-    if not found:
+            yield source.name, batch_of(gathered, documents)
+    if not num_rows:
         raise ValueError(f"no validation split has the {seq_len + 1} tokens of one row")
 
 

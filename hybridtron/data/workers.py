@@ -29,9 +29,9 @@ def prefetched(made: Iterator[Message], ahead: int = 1) -> Iterator[Message]:
     with ThreadPoolExecutor(1, "prefetched") as thread:
         end = object()
         coming = deque(thread.submit(next, made, end) for _ in range(ahead))
-        while (one := coming.popleft().result()) is not end:
+        while (item := coming.popleft().result()) is not end:
             coming.append(thread.submit(next, made, end))
-            yield cast(Message, one)
+            yield cast(Message, item)
 
 
 class WorkerEnded(RuntimeError):

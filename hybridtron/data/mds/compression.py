@@ -57,15 +57,15 @@ def unpacked(compression: str, data: bytes, size: int) -> bytes:
     if not 0 <= size <= LARGEST_SHARD:
         raise ValueError(f"is said to have {size} bytes; a shard has at most {LARGEST_SHARD}")
     try:
-        made = _made(compression.split(":")[0], data, size)
+        content = _made(compression.split(":")[0], data, size)
     except (ValueError, ImportError):
         raise
     except Exception as error:  # every algorithm has its own errors
         raise ValueError(f"can't be decompressed: {error}") from error
-    if len(made) != size:
-        more = "more than " if len(made) > size else f"{len(made)} of "
+    if len(content) != size:
+        more = "more than " if len(content) > size else f"{len(content)} of "
         raise ValueError(f"has {more}{size} bytes when decompressed")
-    return made
+    return content
 
 
 def _made(kind: str, data: bytes, size: int) -> bytes:
@@ -79,10 +79,10 @@ def _made(kind: str, data: bytes, size: int) -> bytes:
     package = _package(kind)
     if kind == "br":
         decompressor = package.Decompressor()
-        made = decompressor.process(data, output_buffer_limit=size + 1)
-        if len(made) <= size and not decompressor.is_finished():
+        content = decompressor.process(data, output_buffer_limit=size + 1)
+        if len(content) <= size and not decompressor.is_finished():
             raise ValueError("is truncated")
-        return made[: size + 1]
+        return content[: size + 1]
     stated = {"zstd": _stated_by_zstd, "snappy": _stated_by_snappy}[kind](data)
     if stated != size:
         raise ValueError(f"says that it has {stated} bytes when decompressed, and its manifest {size}")

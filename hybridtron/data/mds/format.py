@@ -63,13 +63,14 @@ def read_column(entry: dict[str, Any], name: str, data: bytes) -> Iterator[tuple
     The column is a `str`, or an `ndarray:DTYPE`, which is flattened. Other encodings are not decoded: some are pickles,
     which can run any program.
     """
-    place, sizes = entry["column_names"].index(name), entry["column_sizes"]
+    place = entry["column_names"].index(name)
+    sizes = entry["column_sizes"]
     encoding = entry["column_encodings"][place]
     unsized = sum(not size for size in sizes)
     offsets = np.frombuffer(data, "<u4", entry["samples"] + 1, WORD).tolist()
     for first, end in itertools.pairwise(offsets):
-        found = iter(np.frombuffer(data, "<u4", unsized, first).tolist())
-        widths = [size or next(found) for size in sizes]
+        stored_sizes = iter(np.frombuffer(data, "<u4", unsized, first).tolist())
+        widths = [size or next(stored_sizes) for size in sizes]
         begin = first + WORD * unsized + sum(widths[:place])
         value = data[begin : begin + widths[place]]
         if not first <= begin <= begin + widths[place] <= end <= len(data):

@@ -190,7 +190,8 @@ class DocumentStore:
                     check = f"`hybridtron data verify {self.folder.path}` verifies every shard"
                     raise DataError(f"{what}; {check}") from fault
             manifest = self.folder.manifest
-            stored, size = f"{self._where}/{manifest.stored_name(of_shard)}", of_shard.size + (of_shard.packed or 0)
+            stored = f"{self._where}/{manifest.stored_name(of_shard)}"
+            size = of_shard.size + (of_shard.packed or 0)
             unpack = None
             if (kind := manifest.compression) is not None:
                 unpack = partial(unpacked_shard, kind, of_shard, self._packed[shard])

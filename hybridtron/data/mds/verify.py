@@ -66,9 +66,9 @@ def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lam
     tasks: list[ShardTask] = []
     for split in SPLITS:
         for source in manifest.splits[split]:
-            found, of_source = source_faults(folder, split, source)
-            faults += found
-            tasks += of_source
+            new_faults, new_tasks = source_faults(folder, split, source)
+            faults += new_faults
+            tasks += new_tasks
     faults += shard_faults(path, tasks, workers, watch)
     names = {source for split in SPLITS for source in manifest.splits[split]}
     return FolderReport(len(names), len(tasks), sum(task.shard.tokens for task in tasks), faults)
@@ -93,7 +93,8 @@ def tokenizer_faults(folder: TokenFolder) -> Iterator[str]:
 
 def source_faults(folder: TokenFolder, split: str, source: str) -> tuple[list[str], list[ShardTask]]:
     """Return the faults of a source's index and lengths, and a task for each of its shards."""
-    where, shards = f"{split}/{source}", folder.manifest.splits[split][source].shards
+    where = f"{split}/{source}"
+    shards = folder.manifest.splits[split][source].shards
     faults: list[str] = []
     digests: list[str | None] = [None] * len(shards)
     lengths: list[np.ndarray | None] = [None] * len(shards)
@@ -116,17 +117,17 @@ def source_faults(folder: TokenFolder, split: str, source: str) -> tuple[list[st
 
 def shard_faults(root: Path, tasks: list[ShardTask], workers: int, watch: Callable[[int, int], None]) -> list[str]:
     """Verify shards in parallel; return their faults in the shards' order."""
-    found: list[list[str]] = [[] for _ in tasks]
+    faults_by_shard: list[list[str]] = [[] for _ in tasks]
     done = 0
     try:
         for number, fault in side_by_side(partial(faults_of, root), tasks, workers):
             if fault is None:
                 watch(done := done + 1, len(tasks))
             else:
-                found[number].append(f"{tasks[number].stored}: {fault}")
+                faults_by_shard[number].append(f"{tasks[number].stored}: {fault}")
     except WorkerEnded as error:
-        found.append([f"shards: {len(tasks) - done} of {len(tasks)} are not verified: {error}"])
-    return [fault for of_shard in found for fault in of_shard]
+        faults_by_shard.append([f"shards: {len(tasks) - done} of {len(tasks)} are not verified: {error}"])
+    return [fault for faults in faults_by_shard for fault in faults]
 
 
 def faults_of(root: Path, task: ShardTask) -> Iterator[str]:
@@ -159,24 +160,25 @@ def _sample_faults(task: ShardTask, data: bytes, offsets: np.ndarray, lengths: n
     """Yield faults in sample sizes, sums and tokens. Only the first REPORTED wrong samples are named."""
     if (total := int(lengths.sum(dtype=np.int64))) != task.shard.tokens:
         yield f"has {total} tokens by lengths.npy, and {task.shard.tokens} by the manifest"
-    dtype, masked = np.dtype(task.manifest.dtype), task.shard.learned is not None
-    wrong = set(wrong_samples(offsets, lengths, dtype.itemsize, len(data), masked).tolist())
-    found = learned = 0
+    dtype = np.dtype(task.manifest.dtype)
+    masked = task.shard.learned is not None
+    missized = set(wrong_samples(offsets, lengths, dtype.itemsize, len(data), masked).tolist())
+    num_faulty = learned = 0
     for sample, (end, length) in enumerate(zip(offsets[1:].tolist(), lengths.tolist(), strict=True)):
         fault = f"does not have the size of {length} tokens, its length in lengths.npy"
-        if sample not in wrong:
+        if sample not in missized:
             tokens = np.frombuffer(data, dtype, length, end - length * dtype.itemsize)
             fault = _token_fault(tokens, task.manifest)
             if masked:
                 mask = np.frombuffer(data, np.uint8, length, mask_start(end, length, dtype.itemsize))
                 learned += int(mask.sum())
                 fault = fault or _mask_fault(mask)
-        found += bool(fault)
-        if fault and found <= REPORTED:
+        num_faulty += bool(fault)
+        if fault and num_faulty <= REPORTED:
             yield f"sample {sample} {fault}"
-    if found > REPORTED:
-        yield f"{found - REPORTED} more samples are wrong"
-    if masked and not found and learned != task.shard.learned:
+    if num_faulty > REPORTED:
+        yield f"{num_faulty - REPORTED} more samples are wrong"
+    if masked and not num_faulty and learned != task.shard.learned:
         yield f"has {learned} learned tokens, and {task.shard.learned} by the manifest"
 
 

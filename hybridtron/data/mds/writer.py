@@ -76,7 +76,8 @@ class ShardWriter:
         """Write the current shard, if it has documents."""
         if not self._samples:
             return
-        name, stored = f"{self.part}shard.{len(self.entries):05}.mds", assembled(self._samples, self._settings_text)
+        name = f"{self.part}shard.{len(self.entries):05}.mds"
+        stored = assembled(self._samples, self._settings_text)
         entry = {**self._settings, "samples": len(self._samples), "raw_data": _described(name, stored)}
         if self.compression is not None:
             name = f"{name}.{self.compression.partition(':')[0]}"

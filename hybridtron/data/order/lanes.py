@@ -75,16 +75,17 @@ class Lanes:
 
     def row(self, lane: int, step: int) -> RowSpans:
         """Return the spans that a lane reads in a step."""
-        position, count = step * self._seq_len, self._seq_len + 1
+        position = step * self._seq_len
+        count = self._seq_len + 1
         spans = []
         while count:
             number = self._round_at(lane, position)
             sources, documents, borders = self._piece(lane, number)
             offset = position - int(self._ends[number][lane])
             taken = min(count, int(borders[-1]) - offset)
-            found = cut(documents, borders[1:], offset, taken)
+            new_spans = cut(documents, borders[1:], offset, taken)
             first = int(borders.searchsorted(offset, side="right")) - 1
-            spans += zip(sources[first : first + len(found)].tolist(), found, strict=True)
+            spans += zip(sources[first : first + len(new_spans)].tolist(), new_spans, strict=True)
             position, count = position + taken, count - taken
         return RowSpans(spans, step * self._seq_len if self._joined else spans[0][1].first)
 

@@ -74,15 +74,17 @@ class PhaseOrder:
 def rows_in_order(sources: Sources, order: PhaseOrder) -> MixedWindows | Lanes:
     """Build the row order. Its method `row(lane, step)` returns the spans that the lane reads."""
     shuffle, seed = order.shuffle_tokens, order.seed
-    own_seeds = [seed_of(seed, name) for name in sources.names]  # sources must not be shuffled alike
+    stream_seeds = [seed_of(seed, name) for name in sources.names]  # sources must not be shuffled alike
     streams = [
-        DocumentStream(store, shuffle, own) for store, own in zip(sources.stores("train"), own_seeds, strict=True)
+        DocumentStream(store, shuffle, stream_seed)
+        for store, stream_seed in zip(sources.stores("train"), stream_seeds, strict=True)
     ]
     if order.kind is Order.lanes:
         joined = order.documents is Documents.join
         return Lanes(streams, sources.weights, order.lanes, order.tokens_per_lane, shuffle, seed, joined)
     windows = [
-        ShuffledWindows(stream, order.seq_len, shuffle, own) for stream, own in zip(streams, own_seeds, strict=True)
+        ShuffledWindows(stream, order.seq_len, shuffle, stream_seed)
+        for stream, stream_seed in zip(streams, stream_seeds, strict=True)
     ]
     growth = order.growth or Growth((), order.lanes)
     return MixedWindows(windows, Mixture(sources.weights, order.lanes, seed), growth)

@@ -61,8 +61,8 @@ class ChatTemplate:
             return self._written(messages, True)
         *before, last = messages
         text = self._written([*before, {**last, "content": f"{last['content']}{HERE} "}])
-        before_it, found, behind = text.rpartition(HERE)
-        if not found:
+        before_it, marker, behind = text.rpartition(HERE)
+        if not marker:
             raise ValueError("the chat template does not write the last message, which is to be continued")
         return before_it if behind.startswith(" ") else before_it.rstrip()  # the template trims messages
 

@@ -26,16 +26,16 @@ _SKIPPED_FILES = ("pydoc_data/topics.py", "_sysconfigdata")
 
 def documents() -> list[Document]:
     """Return every document in the corpus, sorted by place. The sources are `text` and `code`."""
-    found = itertools.chain(_topics(), _sources(Path(sysconfig.get_path("stdlib")), "lib", "code"))
-    return sorted(found, key=lambda document: document.where)
+    all_documents = itertools.chain(_topics(), _sources(Path(sysconfig.get_path("stdlib")), "lib", "code"))
+    return sorted(all_documents, key=lambda document: document.where)
 
 
 def sizes() -> dict[str, int]:
     """Return each source's bytes, including held-out text."""
-    found: dict[str, int] = {}
+    bytes_by_source: dict[str, int] = {}
     for document in documents():
-        found[document.source] = found.get(document.source, 0) + _size(document)
-    return found
+        bytes_by_source[document.source] = bytes_by_source.get(document.source, 0) + _size(document)
+    return bytes_by_source
 
 
 def packaged(folder: Path) -> list[Document]:

@@ -57,7 +57,9 @@ def prepare_embedded(path: Path, vocab_size: int, packages: Sequence[str] = (), 
 
 def _learned_texts(packages: Sequence[str]) -> Iterator[str]:
     """Yield the texts that are not held out, for training the tokenizer."""
-    for document in itertools.chain(corpus.documents(), *(corpus.packaged(corpus.folder_of(one)) for one in packages)):
+    for document in itertools.chain(
+        corpus.documents(), *(corpus.packaged(corpus.folder_of(package)) for package in packages)
+    ):
         assert isinstance(document.content, str)
         if not in_validation(document.content, SETTINGS.validation):
             yield document.content

@@ -33,8 +33,8 @@ def inputs_of(file: Path) -> list[Input]:
     for name, known in FORMATS.items():
         if known.suffixes and file.name.lower().endswith(known.suffixes):
             check_regular(file)
-            if found := known.files(file):
-                return [Input(name, files, place) for place, files in enumerate(found)]
+            if file_groups := known.files(file):
+                return [Input(name, files, place) for place, files in enumerate(file_groups)]
     return []
 
 

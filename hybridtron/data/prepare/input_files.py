@@ -58,7 +58,7 @@ def find(patterns: Sequence[str]) -> FoundInputs:
     if not inputs:
         raise ArgumentError(f"no input in {' '.join(map(repr, patterns))}. {known_formats()}")
     return FoundInputs(
-        inputs=tuple(sorted(inputs, key=lambda one: [str(file) for file in one.files])),
+        inputs=tuple(sorted(inputs, key=lambda data_input: [str(file) for file in data_input.files])),
         unknown=tuple(dict.fromkeys(search.unknown)),
         texts=tuple(sorted(search.beside.difference(search.texts))),
         repeated=tuple(dict.fromkeys(search.repeated)),
@@ -123,10 +123,10 @@ class _Search:
         """Add the inputs of a file that was named; raise ArgumentError if its format is not known."""
         if file.suffix == ".idx" and file.with_suffix(".bin").exists():
             file = file.with_suffix(".bin")
-        found = inputs_of(file)
-        if not found:
+        inputs = inputs_of(file)
+        if not inputs:
             raise ArgumentError(f"{file} is of no known format. {known_formats()}")
-        self._add(found)
+        self._add(inputs)
 
     def add_folder(self, root: Path) -> None:
         """Add the inputs in a folder: its data or, without any, its text files."""
@@ -137,27 +137,27 @@ class _Search:
                 files = [MDS_INDEX]  # other files belong to the MDS data set
                 folders.clear()
             for file in (folder / name for name in files):
-                found = inputs_of(file)
-                if found and found[0].format == "text":
-                    texts += found
-                elif found:
-                    self._add(found)
+                inputs = inputs_of(file)
+                if inputs and inputs[0].format == "text":
+                    texts += inputs
+                elif inputs:
+                    self._add(inputs)
                     has_data = True
                 elif file.suffix != ".idx" or not file.with_suffix(".bin").exists():
                     self.unknown.append(file)
         if has_data:
-            self.beside.update(one.file for one in texts)
+            self.beside.update(text.file for text in texts)
         else:
             self._add(texts)
 
     def _add(self, found: Sequence[Input]) -> None:
-        for one in found:
-            if not self._files.first(one.file):
+        for data_input in found:
+            if not self._files.first(data_input.file):
                 continue
-            if one.format == "text":
-                self.texts.append(one.file)
+            if data_input.format == "text":
+                self.texts.append(data_input.file)
             else:
-                self.inputs.append(one)
+                self.inputs.append(data_input)
 
 
 def _walked(root: Path, repeated: list[tuple[Path, Path]]) -> Iterator[tuple[Path, list[str], list[str]]]:
@@ -169,7 +169,7 @@ def _walked(root: Path, repeated: list[tuple[Path, Path]]) -> Iterator[tuple[Pat
     seen.first(root)
     for path, names, files in os.walk(root, followlinks=True):
         folder = Path(path)
-        visible = [folder / name for name in names if not name.startswith(".")]
-        visible.sort(key=lambda one: (one.is_symlink(), one.name))
-        names[:] = [one.name for one in visible if seen.first(one)]
+        subfolders = [folder / name for name in names if not name.startswith(".")]
+        subfolders.sort(key=lambda subfolder: (subfolder.is_symlink(), subfolder.name))
+        names[:] = [subfolder.name for subfolder in subfolders if seen.first(subfolder)]
         yield folder, names, sorted(name for name in files if not name.startswith("."))

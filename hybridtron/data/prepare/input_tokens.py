@@ -73,7 +73,8 @@ def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[D
 
 def _megatron_index(index: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.dtype]:
     """Read an index: lengths of sequences, their starts in bytes, each document's first sequence, and the dtype."""
-    data, start = index.read_bytes(), len(INDEX_MAGIC)
+    data = index.read_bytes()
+    start = len(INDEX_MAGIC)
     if not data.startswith(INDEX_MAGIC) or len(data) < start + INDEX_HEADER.size:
         raise InputError(f"{index} is not the index of a Megatron data set")
     version, code, sequences, documents = INDEX_HEADER.unpack_from(data, start)
@@ -123,14 +124,14 @@ def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Doc
 
 def mds_files(index: Path) -> list[Files]:
     """Return an index with each shard's file, compressed or not; raise InputError if a shard is missing."""
-    found: list[Files] = []
+    shard_files: list[Files] = []
     for shard in mds_shards(index) if index.name == MDS_INDEX else ():
         names = [info["basename"] for info in (shard["raw_data"], shard["zip_data"]) if info]
         file = next((file for file in (_in_mds(index, name) for name in names) if file.exists()), None)
         if file is None:
             raise InputError(f"{index.parent} has no {' and no '.join(names)}, which its index.json names")
-        found.append((index, file))
-    return found
+        shard_files.append((index, file))
+    return shard_files
 
 
 def mds_shards(index: Path) -> list[dict[str, Any]]:

@@ -124,7 +124,8 @@ def read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Do
     except arrow.ArrowException as error:
         raise OSError(str(error)) from error
     with table:
-        columns, number = _columns(table.schema_arrow, file, reading, arrow), 0
+        columns = _columns(table.schema_arrow, file, reading, arrow)
+        number = 0
         for group in range(table.num_row_groups):
             for batch in _batches(table, group, columns, arrow):
                 for text, meta in zip(*_values(batch, columns), strict=True):

@@ -31,18 +31,19 @@ def text_of(record: dict[str, Any], key: str) -> str:
 
 def by_spans(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
     """Return a text and its learned spans, which a line lists in any order. They count characters (code points)."""
-    text, given = text_of(record, reading.text_key), record.get("spans")
-    if not isinstance(given, list):
+    text = text_of(record, reading.text_key)
+    listed_spans = record.get("spans")
+    if not isinstance(listed_spans, list):
         raise ValueError("has no 'spans', a list of [first, end]")
-    for span in given:
+    for span in listed_spans:
         if not (isinstance(span, list) and [type(place) for place in span] == [int, int]):
             raise ValueError(f"'spans' has {span!r}, which is not [first, end], two whole numbers")
         if not 0 <= span[0] < span[1] <= len(text):
             raise ValueError(f"'spans' has {span}, which is no part of a text of {len(text)} characters")
-    spans = sorted((first, end) for first, end in given)
-    for one, after in itertools.pairwise(spans):
-        if after[0] < one[1]:
-            raise ValueError(f"'spans' has {list(one)} and {list(after)}, which overlap")
+    spans = sorted((first, end) for first, end in listed_spans)
+    for before, after in itertools.pairwise(spans):
+        if after[0] < before[1]:
+            raise ValueError(f"'spans' has {list(before)} and {list(after)}, which overlap")
     if text and not spans:
         raise ValueError(f"{NOTHING}: 'spans' is empty")
     return text, Learned(tuple(spans))

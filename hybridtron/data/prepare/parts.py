@@ -64,7 +64,7 @@ class PrepareJob:
     @cached_property
     def parts(self) -> tuple[tuple[Input, ...], ...]:
         """Inputs of each part, in order. A part is complete when its inputs reach the size of a shard."""
-        runs = in_runs(self.inputs, lambda one: one.size, self.settings.shard_size, len(self.inputs))
+        runs = in_runs(self.inputs, lambda data_input: data_input.size, self.settings.shard_size, len(self.inputs))
         return tuple(tuple(run) for run in runs)
 
 
@@ -93,9 +93,9 @@ def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
         masked=settings.learn is not None,
     )
     stamps = stamps_of(inputs)
-    tallies = [Tally(one.name, FORMATS[one.format].noun, job.max_bad) for one in inputs]
-    for one, tally in zip(inputs, tallies, strict=True):
-        yield from _write_input(one, tally, part, job)
+    tallies = [Tally(data_input.name, FORMATS[data_input.format].noun, job.max_bad) for data_input in inputs]
+    for data_input, tally in zip(inputs, tallies, strict=True):
+        yield from _write_input(data_input, tally, part, job)
     _write_record(job, number, Finished(stamps, tallies, part.finish()))
 
 
@@ -193,12 +193,12 @@ def holds_documents(job: PrepareJob) -> bool:
 
 def stamps_of(inputs: Sequence[Input]) -> list[list[int]]:
     """Return size and mtime of every file in a part's inputs."""
-    return [stamp for one in inputs for stamp in one.stamps()]
+    return [stamp for data_input in inputs for stamp in data_input.stamps()]
 
 
 def changed_files(inputs: Sequence[Input], finished: Finished) -> list[Path]:
     """List a part's files that changed after it was written; all files if their number changed."""
-    files = [file for one in inputs for file in one.files]
+    files = [file for data_input in inputs for file in data_input.files]
     before = finished.stamps
     if len(before) != len(files):
         return files

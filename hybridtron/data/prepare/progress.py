@@ -20,8 +20,8 @@ class PrepareProgress:
     def __init__(self, job: PrepareJob, finished: Collection[int]) -> None:
         self.job = job
         self.tokens = 0
-        read = [one for number in finished for one in job.parts[number]]
-        self.inputs = len(read)
+        finished_inputs = [data_input for number in finished for data_input in job.parts[number]]
+        self.inputs = len(finished_inputs)
         self.remarks: set[str] = set()
         self.started = self.reported = time.monotonic()
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -36,9 +36,11 @@ class PrepareProgress:
             disable=not self.console.is_terminal,
             speed_estimate_period=20 * EVERY,
         )
-        size = sum(one.size for one in job.inputs)
-        self._task = self.bar.add_task("preparing", total=size, completed=sum(one.size for one in read), rate="")
-        if read:
+        size = sum(data_input.size for data_input in job.inputs)
+        self._task = self.bar.add_task(
+            "preparing", total=size, completed=sum(data_input.size for data_input in finished_inputs), rate=""
+        )
+        if finished_inputs:
             self.console.print(f"resuming: {self.inputs} of {len(job.inputs)} inputs are finished")
 
     def advance(self, size: int, tokens: int) -> None:

@@ -126,7 +126,7 @@ def _check_learn(inputs: Sequence[Input], vocabulary: Vocabulary, learn: str | N
     """Raise ArgumentError unless all inputs can mark learned parts in this form."""
     if learn is None:
         return
-    if other := [one.name for one in inputs if learn not in FORMATS[one.format].learn]:
+    if other := [data_input.name for data_input in inputs if learn not in FORMATS[data_input.format].learn]:
         reads = "; ".join(known.described for known in FORMATS.values() if learn in known.learn)
         raise ArgumentError(f"--learn {learn} is for {reads or 'no format'}; these are not: {listed(other)}")
     if learn == "messages":
@@ -139,7 +139,7 @@ def _check_learn(inputs: Sequence[Input], vocabulary: Vocabulary, learn: str | N
 
 def _plan(job: PrepareJob) -> dict[str, Any]:
     """Return the arguments that must be equal for a call to resume an earlier one."""
-    inputs = [[one.format, one.shard, *map(str, one.files)] for one in job.inputs]
+    inputs = [[data_input.format, data_input.shard, *map(str, data_input.files)] for data_input in job.inputs]
     tokenizer = f"{job.vocabulary.name} ({digest_of(job.vocabulary.json.encode())[:12]})"
     chosen = {"tokenizer": tokenizer, "eos": job.vocabulary.eos_token, "separator": job.vocabulary.separator}
     # Options of later versions appear only if given, so that folders made without them keep their identity.
@@ -151,7 +151,7 @@ def _plan(job: PrepareJob) -> dict[str, Any]:
 
 def _identity(job: PrepareJob) -> str:
     """Return a digest of the arguments that make a folder, wherever its inputs are."""
-    inputs = [[[file.name, file.stat().st_size] for file in one.files] for one in job.inputs]
+    inputs = [[[file.name, file.stat().st_size] for file in data_input.files] for data_input in job.inputs]
     return digest_of(json.dumps(_plan(job) | {"inputs": inputs}).encode())
 
 
@@ -182,7 +182,8 @@ def _resumed(job: PrepareJob) -> dict[int, Finished]:
 
     If no part with a document is finished, the work folder is cleared, and the plan written.
     """
-    file, plan = job.work / "plan.json", _plan(job)
+    file = job.work / "plan.json"
+    plan = _plan(job)
     if not file.exists():
         ours = {"lock", "records", TOKENS, temporary_of(file).name}
         if foreign := {entry.name for entry in job.work.iterdir()} - ours:
@@ -211,18 +212,18 @@ def _refuse(job: PrepareJob, differences: Sequence[str]) -> None:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    found = [
+    differences = [
         f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
         for key in {**now, **before}
         if key != "inputs" and before.get(key) != now.get(key)
     ]
-    then, given = ({tuple(one): one[-1] for one in plan["inputs"]} for plan in (before, now))
+    inputs_before, inputs_now = ({tuple(fields): fields[-1] for fields in plan["inputs"]} for plan in (before, now))
     for what, names in (
-        ("new inputs", [name for one, name in given.items() if one not in then]),
-        ("inputs that are gone", [name for one, name in then.items() if one not in given]),
+        ("new inputs", [name for fields, name in inputs_now.items() if fields not in inputs_before]),
+        ("inputs that are gone", [name for fields, name in inputs_before.items() if fields not in inputs_now]),
     ):
-        found += [f"{what}: {listed(names)}"] if names else []
-    return found
+        differences += [f"{what}: {listed(names)}"] if names else []
+    return differences
 
 
 def _clear(job: PrepareJob, missing: Sequence[int]) -> None:
@@ -247,7 +248,7 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
     if not any(part.records for part in parts):
         left_out = sum(tally.short + tally.long for tally in tallies)
         why = f" but {left_out} that --min-tokens or --max-tokens left out" if left_out else ""
-        raise InputError(f"there is no document in {listed([one.name for one in job.inputs])}{why}")
+        raise InputError(f"there is no document in {listed([data_input.name for data_input in job.inputs])}{why}")
     vocabulary = job.vocabulary
     assemble(
         job.work / TOKENS,

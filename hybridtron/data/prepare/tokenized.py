@@ -44,7 +44,8 @@ def tokenized(batch: Sequence[Document], vocabulary: Vocabulary) -> Iterator[Tok
 
 def masked(text: str, learned: Learned, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """Tokenize a text; return its tokens, and whether each is learned."""
-    tokenizer, characters = vocabulary.with_offsets(learned.special), np.zeros(len(text), np.bool_)
+    tokenizer = vocabulary.with_offsets(learned.special)
+    characters = np.zeros(len(text), np.bool_)
     for first, end in learned.spans:
         characters[first:end] = True
     borders = sorted({0, len(text), *(chain(*learned.spans) if learned.apart else ())})

@@ -72,10 +72,10 @@ def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | N
     except (Unreadable, UnicodeDecodeError) as error:
         raise ArgumentError(f"--tokenizer: {file} can't be read: {error}") from error
     configs = [_config(file.parent / config) for config in _CONFIGS]
-    found = vocabulary_of(
+    vocabulary = vocabulary_of(
         text, name, eos_token or _named(configs, "eos_token"), separator, _named(configs, "bos_token")
     )
-    return replace(found, chat=_chat_template(file.parent, found))
+    return replace(vocabulary, chat=_chat_template(file.parent, vocabulary))
 
 
 def vocabulary_of(
@@ -99,12 +99,12 @@ def vocabulary_of(
             special = ", ".join(added.content for added in tokenizer.get_added_tokens_decoder().values())
             raise ArgumentError(f"{option}: the tokenizer {name} has no token {token!r}; added ones: {special or '-'}")
     size = max(len(ids), max(ids.values()) + 1)
-    parts = ids[separator] if separator else ids.get(bos_token or eos_token, ids[eos_token])
-    found = Vocabulary(text, name, eos_token, ids[eos_token], size, parts)
-    if found.eos in found.tokenizer().encode(eos_token, add_special_tokens=False).ids:
+    separator_id = ids[separator] if separator else ids.get(bos_token or eos_token, ids[eos_token])
+    vocabulary = Vocabulary(text, name, eos_token, ids[eos_token], size, separator_id)
+    if vocabulary.eos in vocabulary.tokenizer().encode(eos_token, add_special_tokens=False).ids:
         cure = 'mark it as "special": true among its added_tokens'
         raise ArgumentError(f"--eos: a text that spells {eos_token!r} would end there by the tokenizer {name}; {cure}")
-    return found
+    return vocabulary
 
 
 def chat_template_of(folder: Path) -> ChatTemplate | None:
@@ -132,7 +132,7 @@ def _template_text(folder: Path, configs: list[dict]) -> str | None:
     except FileNotFoundError:
         text = configs[0].get("chat_template")
         if isinstance(text, list):
-            named = {one.get("name"): one.get("template") for one in text if isinstance(one, dict)}
+            named = {template.get("name"): template.get("template") for template in text if isinstance(template, dict)}
             text = named.get("default")
     except (Unreadable, UnicodeDecodeError) as error:
         raise ArgumentError(f"--tokenizer: {folder / 'chat_template.jinja'} can't be read: {error}") from error

@@ -75,7 +75,8 @@ class PartWriter:
             self._writers[where] = ShardWriter(
                 self.folder / where, self.dtype, self.shard_size, self.compression, f"{self.part}/", self.masked
             )
-        writer, wide = self._writers[where], np.asarray(tokens, dtype=np.int64)
+        writer = self._writers[where]
+        wide = np.asarray(tokens, dtype=np.int64)
         if wide.min() < 0 or wide.max() >= self.vocab_size:
             document = f"document {len(writer.lengths)} of {where} in {self.part}"
             raise ValueError(f"{document} has a token outside of 0..{self.vocab_size - 1}")

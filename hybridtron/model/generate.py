@@ -110,11 +110,11 @@ class Prompts:
     @staticmethod
     def of(prompts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Prompts:
         """Pad prompts. Raises ValueError if there is none or one is empty."""
-        if not prompts or not all(len(one) for one in prompts):
+        if not prompts or not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt without tokens can't be continued")
         longest = max(map(len, prompts))
-        padded = [[0] * (longest - len(one)) + list(one) for one in prompts]
-        starts_B = torch.tensor([longest - len(one) for one in prompts], device=device)
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        starts_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         return Prompts(torch.tensor(padded, device=device), starts_B)
 
     def seq(self, first: int, last: int) -> SeqInfo:
@@ -182,8 +182,8 @@ def continued(
     rows = range(batch) if rows is None else rows
     logits_BV, states = prompts.read(model.read, chunk or max(1, CHUNK // batch) * model.context.size)
     following = model.steps(states, length - prompts.starts_B)
-    for made in count():
-        tokens_B = choose(logits_BV, sampling, rows, made)
+    for index in count():
+        tokens_B = choose(logits_BV, sampling, rows, index)
         yield tokens_B.tolist()
         logits_BV = following(tokens_B)
 

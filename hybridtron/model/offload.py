@@ -60,10 +60,10 @@ class OffloadedSublayer:
 
     def store(self) -> None:
         """Copy all saved storages to the host, asynchronously."""
-        kept = list(self._kept.values())
-        self._leaving, self._is_away = [one.flat for one in kept], True
+        storages = list(self._kept.values())
+        self._leaving, self._is_away = [storage.flat for storage in storages], True
         pinned = compute_device().type == "cuda"
-        self._copy(kept, [torch.empty_like(one.flat, device="cpu", pin_memory=pinned) for one in kept])
+        self._copy(storages, [torch.empty_like(storage.flat, device="cpu", pin_memory=pinned) for storage in storages])
 
     def release(self) -> None:
         """Wait for the copies to the host and free the device's memory."""
@@ -74,8 +74,8 @@ class OffloadedSublayer:
         """Copy the storages that are still needed back to the device, asynchronously."""
         if self._is_away:
             self._is_away = False
-            kept = list(self._kept.values())
-            self._copy(kept, [torch.empty_like(one.flat, device=compute_device()) for one in kept])
+            storages = list(self._kept.values())
+            self._copy(storages, [torch.empty_like(storage.flat, device=compute_device()) for storage in storages])
 
     def _copy(self, kept: Sequence[_Storage], made: Sequence[Tensor]) -> None:
         """Copy storages on a second stream and switch them to the copies in `made`.

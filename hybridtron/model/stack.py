@@ -68,8 +68,8 @@ class ResidualStream(NamedTuple):
     @property
     def newest_LBD(self) -> Tensor:
         """The most recently computed tensor of the stream."""
-        made = self.pending_LBD if self.fed_LBD is None else self.fed_LBD
-        return self.x_LBD if made is None else made
+        newest_LBD = self.pending_LBD if self.fed_LBD is None else self.fed_LBD
+        return self.x_LBD if newest_LBD is None else newest_LBD
 
 
 class StreamNorm(RMSNorm):
@@ -234,16 +234,16 @@ class Stack(nn.ModuleDict):
             state = None if states is None else states.get(index)
             is_beside, again = isinstance(layer, Beside), name in self.recomputed and torch.is_grad_enabled()
             # Add before checkpointing, which then saves one input tensor instead of two.
-            given = (normed_LBD,) if is_beside else stream.settled() if again else stream
+            inputs = (normed_LBD,) if is_beside else stream.settled() if again else stream
             if again:
-                out = checkpoint(layer, *given, state, seq, use_reentrant=False, preserve_rng_state=False)
+                out = checkpoint(layer, *inputs, state, seq, use_reentrant=False, preserve_rng_state=False)
             elif name in self.offloaded and torch.is_grad_enabled():
-                kept = offloaded.begin(layer, stream.x_LBD)
-                with kept.forward_pass():
-                    out = layer(*given, state, seq)
-                offloaded.end(out.stream.newest_LBD, kept)
+                saved = offloaded.begin(layer, stream.x_LBD)
+                with saved.forward_pass():
+                    out = layer(*inputs, state, seq)
+                offloaded.end(out.stream.newest_LBD, saved)
             else:
-                out = layer(*given, state, seq)
+                out = layer(*inputs, state, seq)
                 offloaded.end(out.stream.newest_LBD, None)
             stream = stream.joined(out.stream.newest_LBD) if is_beside else out.stream
             new_states[index], normed_LBD = out.state, out.normed_LBD

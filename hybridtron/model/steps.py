@@ -138,15 +138,15 @@ def _task(steps: CompiledSteps, layer: Residual, state: State) -> SubLayerTask:
     """Describe a sub-layer for the compiled code."""
     match layer.mixer:
         case Mamba() as mixer:
-            made = _scan(steps, mixer, state)
+            task = _scan(steps, mixer, state)
         case Attention() as mixer:
-            made = _window(steps, mixer, state)
+            task = _window(steps, mixer, state)
         case SwiGLU() as mixer:
-            made = _gated(steps, mixer)
+            task = _gated(steps, mixer)
         case other:
             raise AssertionError(type(other))
-    made.norm = steps.at(layer.norm.weight)
-    return made
+    task.norm = steps.at(layer.norm.weight)
+    return task
 
 
 def _scan(steps: CompiledSteps, mixer: Mamba, state: State) -> SubLayerTask:

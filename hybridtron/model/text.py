@@ -65,16 +65,16 @@ class TextOfRow:
 
     def _released(self, new: str) -> str:
         """Return the held and new text up to a stop string, or up to a possible beginning of one."""
-        held = self._held + new
-        certain = len(held)
-        if places := [place for stop in self.stops if (place := held.find(stop)) >= 0]:
+        pending = self._held + new
+        certain = len(pending)
+        if places := [place for stop in self.stops if (place := pending.find(stop)) >= 0]:
             certain, self.ended = min(places), "stop"
         elif not self.ended:
-            begun = (n for stop in self.stops for n in range(1, len(stop)) if held.endswith(stop[:n]))
+            begun = (n for stop in self.stops for n in range(1, len(stop)) if pending.endswith(stop[:n]))
             certain -= max(begun, default=0)
-        self._held = held[certain:]
-        self.text += held[:certain]
-        return held[:certain]
+        self._held = pending[certain:]
+        self.text += pending[:certain]
+        return pending[:certain]
 
 
 def write(texts: Sequence[TextOfRow], steps: Iterator[list[int]], heard: Callable[[int, str], object]) -> None:

@@ -38,15 +38,15 @@ def weight_gradient(weight: Any, grads_TO: Sequence[Tensor], x_TI: Tensor) -> Te
     uninitialised: Megatron needs a tensor but does not read it. `grads_TO` are the gradients of the outputs, split
     along their channels into one or more parts.
     """
-    made = torch.empty_like(weight)
-    rows = (weight.main_grad if accumulates(weight) else made).split([grad_TO.shape[1] for grad_TO in grads_TO])
+    gradient = torch.empty_like(weight)
+    rows = (weight.main_grad if accumulates(weight) else gradient).split([grad_TO.shape[1] for grad_TO in grads_TO])
     for part_OI, grad_TO in zip(rows, grads_TO, strict=True):
         if accumulates(weight):
             add_product(part_OI, grad_TO.mT, x_TI)
             weight.grad_added_to_main_grad = True
         else:
             torch.mm(grad_TO.mT, x_TI, out=part_OI)
-    return made
+    return gradient
 
 
 class AccumulatedLinear(torch.autograd.Function):

@@ -66,11 +66,11 @@ class Adapter(nn.Module):
         """Return scale B A x, with zeros for the parts that are not adapted."""
         inner = (self._inner(x) * self.sizes.scale).split(self.sizes.rank, -1)
         pairs = zip(inner, self.B.split(self._rows()), strict=True)
-        made = [
+        products = [
             functional.linear(*next(pairs)) if part.adapted else x.new_zeros(*x.shape[:-1], part.rows)
             for part in self.sizes.parts
         ]
-        return made[0] if len(made) == 1 else torch.cat(made, -1)
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def begin(self, _mixer: nn.Module, given: tuple[Any, ...]) -> None:
         """Store the `SeqInfo` of the pass; a forward pre-hook of the mixer, called again when a pass is recomputed."""
@@ -83,14 +83,14 @@ class Adapter(nn.Module):
         """Return DoRA's factor of every output channel; 1 for the parts that are not adapted."""
         sizes, rows = self.sizes, self._rows()
         pieces = zip(self.A.split(sizes.rank), self.B.split(rows), M.split(rows), strict=True)
-        made = []
+        row_factors = []
         for part, of_part in zip(sizes.parts, weight.split([part.rows for part in sizes.parts]), strict=True):
             if not part.adapted:
-                made.append(M.new_ones(part.rows))
+                row_factors.append(M.new_ones(part.rows))
                 continue
             A, B, M_part = next(pieces)
-            made.append(factors(M_part, *row_lengths(of_part, A, B, sizes.scale, sizes.sharing)))
-        return torch.cat(made)
+            row_factors.append(factors(M_part, *row_lengths(of_part, A, B, sizes.scale, sizes.sharing)))
+        return torch.cat(row_factors)
 
     def _inner(self, x: Tensor) -> Tensor:
         if not self.sizes.dropout or self.seq is None or self.seq.key is None:  # no dropout outside training
@@ -148,13 +148,13 @@ def attach_adapters(
         assert adapters is not None
         cut = table[name].cut_over("tensor", tensor.size)
         ranks = tensor.size if cut is not None and cut.axis == 0 else 1
-        own = [replace(part, rows=part.rows // ranks) for part in parts]
+        own_parts = [replace(part, rows=part.rows // ranks) for part in parts]
         inputs = table[name].share_shape({"tensor": tensor.size})[1]
         inside = inputs < table[name].shape[1]
         sizes = AdapterSizes(
             inputs,
             tensor.rank * inputs if inside else 0,
-            own,
+            own_parts,
             adapters.rank,
             adapters.alpha / adapters.rank,
             adapters.dropout,
@@ -172,12 +172,12 @@ def attach_adapters(
 
 def mixers_by_layer(modules: Mapping[str, nn.Module]) -> dict[nn.Module, list[nn.Module]]:
     """Map each layer to the mixers that use it; several if sub-layers share its weights."""
-    found: dict[nn.Module, list[nn.Module]] = {}
+    users: dict[nn.Module, list[nn.Module]] = {}
     for name, mixer in modules.items():
         if name.startswith("layers.") and name.count(".") == 2 and name.endswith(".mixer"):
             for layer in mixer.modules():
-                found.setdefault(layer, []).append(mixer)
-    return found
+                users.setdefault(layer, []).append(mixer)
+    return users
 
 
 def adapter_of(layer: nn.Module) -> Adapter | None:

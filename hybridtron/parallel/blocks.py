@@ -40,9 +40,9 @@ def weight_blocks(
 
     `main` is True on the one rank that writes these blocks, among all ranks that hold them.
     """
-    for each in parameter.active_cuts(mesh_sizes(mesh)):
-        runs = held_runs(parameter, each, mesh[each.over])
-        rectangles = [full for rectangle in rectangles for full in _in_full(rectangle, each.axis, runs)]
+    for cut in parameter.active_cuts(mesh_sizes(mesh)):
+        runs = held_runs(parameter, cut, mesh[cut.over])
+        rectangles = [full for rectangle in rectangles for full in _in_full(rectangle, cut.axis, runs)]
     rectangles = list(rectangles)
     blocks, start = [], 0
     for key, shape in parameter.stored(name).items():
@@ -58,10 +58,10 @@ def lane_blocks(key: str, held: Tensor, part: StatePart, lanes: range, total: in
     shape, cuts = [total, *held.shape[1:]], part.active_cuts(mesh_sizes(mesh))
     first = all(ranks.rank == 0 for ranks in _copied(mesh, cuts))
     rectangles = [(Rectangle((lanes.start, *[0] * (held.dim() - 1)), held), first)]
-    for each in cuts:
-        axis = 1 + each.axis  # axis 0 is the lane
-        shape[axis] = sum(part.fused_sizes(each.axis))
-        runs = list(_written_runs(part, each, mesh[each.over]))
+    for cut in cuts:
+        axis = 1 + cut.axis  # axis 0 is the lane
+        shape[axis] = sum(part.fused_sizes(cut.axis))
+        runs = list(_written_runs(part, cut, mesh[cut.over]))
         rectangles = [
             (full, main and new)
             for rectangle, main in rectangles
@@ -79,8 +79,8 @@ def _written_runs(part: StatePart, over: Cut, ranks: RankGroup) -> Iterator[tupl
     written = {entry for runs in before for run in runs for entry in run}
     for run in held_runs(part, over, ranks):
         for again, entries in itertools.groupby(run, written.__contains__):
-            first, *others = entries
-            yield range(first, first + 1 + len(others)), not again
+            first, *rest = entries
+            yield range(first, first + 1 + len(rest)), not again
         written.update(run)
 
 
@@ -90,11 +90,11 @@ def writes(name: str, groups: Groups, cuts: Sequence[Cut], copied_over_data: boo
     A hash of the name picks the rank, so that names are spread evenly over the copies.
     """
     data = [groups.copies] if copied_over_data else []
-    copies, own = 1, 0
+    copies, own_copy = 1, 0
     for ranks in [*_copied(groups.mesh, cuts), *data]:
-        own += copies * ranks.rank
+        own_copy += copies * ranks.rank
         copies *= ranks.size
-    return zlib.crc32(name.encode()) % copies == own
+    return zlib.crc32(name.encode()) % copies == own_copy
 
 
 def _copied(mesh: Mesh, cuts: Sequence[Cut]) -> list[RankGroup]:
@@ -133,15 +133,15 @@ def _in_full(rectangle: Rectangle, axis: int, runs: Sequence[range]) -> Iterator
     """
     at = 0
     for run in runs:
-        if (taken := _overlap(rectangle, axis, range(at, at + len(run)))) is not None:
-            yield _moved(taken, axis, run.start - at)
+        if (overlap := _overlap(rectangle, axis, range(at, at + len(run)))) is not None:
+            yield _moved(overlap, axis, run.start - at)
         at += len(run)
 
 
 def _within(rectangle: Rectangle, rows: range) -> Iterator[Rectangle]:
     """Yield the part of a rectangle that lies in these rows, with offsets counted from the first of them."""
-    if (taken := _overlap(rectangle, 0, rows)) is not None:
-        yield _moved(taken, 0, -rows.start)
+    if (overlap := _overlap(rectangle, 0, rows)) is not None:
+        yield _moved(overlap, 0, -rows.start)
 
 
 def _overlap(rectangle: Rectangle, axis: int, entries: range) -> Rectangle | None:

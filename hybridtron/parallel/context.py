@@ -48,36 +48,36 @@ def own_share(batch: Batch, context: ContextGroup) -> Batch:
     """
     if context.size == 1:
         return batch
-    if (read := batch.seq.share) is not None:
-        assert (read.size, read.rank) == (context.size, context.rank)
-        return replace(batch, seq=replace(batch.seq, share=replace(read, group=context.group)))
-    here = own_tokens(batch.tokens_BL.shape[1], context)
-    tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (batch.tokens_BL, batch.labels_BL, batch.mask_BL))
+    if (row_share := batch.seq.share) is not None:
+        assert (row_share.size, row_share.rank) == (context.size, context.rank)
+        return replace(batch, seq=replace(batch.seq, share=replace(row_share, group=context.group)))
+    shard = own_tokens(batch.tokens_BL.shape[1], context)
+    tokens_BL, labels_BL, mask_BL = (t[:, shard] for t in (batch.tokens_BL, batch.labels_BL, batch.mask_BL))
     return Batch(tokens_BL, labels_BL, mask_BL, seq_of_share(batch.seq, context), batch.continues_B)
 
 
 def own_tokens(length: int, context: ContextGroup) -> slice:
     """Return the slice of a row's tokens that this rank holds. The number of ranks divides the length."""
-    each = length // context.size
-    return slice(context.rank * each, (context.rank + 1) * each)
+    share_length = length // context.size
+    return slice(context.rank * share_length, (context.rank + 1) * share_length)
 
 
 def seq_of_share(seq: SeqInfo, context: ContextGroup) -> SeqInfo:
     """Return the `SeqInfo` for this rank's sequence shard, cut from the full rows' one."""
     documents_BL, (rows, length) = seq.documents_BL, seq.positions_BL.shape
-    here, device = own_tokens(length, context), seq.positions_BL.device
-    first, each = here.start, here.stop - here.start
+    shard, device = own_tokens(length, context), seq.positions_BL.device
+    first, share_length = shard.start, shard.stop - shard.start
     if documents_BL is None:
         behind_B, unbroken_B = (
             torch.full((rows,), first, device=device),
             torch.ones(rows, dtype=torch.bool, device=device),
         )
     else:
-        own_BL = documents_BL[:, here]
-        behind_B = (documents_BL[:, :first] == own_BL[:, :1]).sum(1)
-        unbroken_B = own_BL[:, 0] == own_BL[:, -1]
-    share = RowShare(context.size, context.rank, context.group, seq.spans(), each, behind_B, unbroken_B)
-    return replace(seq.map(lambda t: t[:, here].contiguous()), share=share).bordered()
+        shard_BL = documents_BL[:, shard]
+        behind_B = (documents_BL[:, :first] == shard_BL[:, :1]).sum(1)
+        unbroken_B = shard_BL[:, 0] == shard_BL[:, -1]
+    share = RowShare(context.size, context.rank, context.group, seq.spans(), share_length, behind_B, unbroken_B)
+    return replace(seq.map(lambda t: t[:, shard].contiguous()), share=share).bordered()
 
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
@@ -147,13 +147,13 @@ def tokens_before(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: Se
     share = seq.share
     if share is None:
         return carried_BTC
-    found_BTC = _halo(x_BLC, count, share)
+    halo_BTC = _halo(x_BLC, count, share)
     real = min(count, share.first)
     if carried_BTC is not None and real < count:
-        found_BTC = torch.cat((carried_BTC[:, real - count :].to(found_BTC.dtype), found_BTC[:, count - real :]), 1)
+        halo_BTC = torch.cat((carried_BTC[:, real - count :].to(halo_BTC.dtype), halo_BTC[:, count - real :]), 1)
     back_T = torch.arange(count, 0, -1, device=x_BLC.device)
-    own_BT = (back_T <= share.behind_B[:, None]) | share.reaches_B[:, None]
-    return torch.where(own_BT.view(*own_BT.shape, *[1] * (x_BLC.dim() - 2)), found_BTC, 0)
+    visible_BT = (back_T <= share.behind_B[:, None]) | share.reaches_B[:, None]
+    return torch.where(visible_BT.view(*visible_BT.shape, *[1] * (x_BLC.dim() - 2)), halo_BTC, 0)
 
 
 def memory_before(
@@ -168,8 +168,8 @@ def memory_before(
         return carried
     count = share.length * (share.size - 1) if window is None else window - 1
     real = min(count, share.first)
-    found_BTGK = _halo(torch.cat((k_BLGK, v_BLGK), -1), count, share)[:, count - real :]
-    keys, values = found_BTGK.split((k_BLGK.shape[-1], v_BLGK.shape[-1]), -1)
+    halo_BTGK = _halo(torch.cat((k_BLGK, v_BLGK), -1), count, share)[:, count - real :]
+    keys, values = halo_BTGK.split((k_BLGK.shape[-1], v_BLGK.shape[-1]), -1)
     length_B = share.behind_B
     if carried is not None:
         most = carried.keys_BMGK.shape[1] if window is None else count - real
@@ -280,11 +280,11 @@ def _summed(x: Tensor, share: RowShare) -> Tensor:
 
 def _exchanged(x: Tensor, share: RowShare, hop: int) -> Tensor:
     """Send x to the rank `hop` after this one and return the tensor received from the rank `hop` before it."""
-    x, found = x.contiguous(), torch.zeros_like(x, memory_format=torch.contiguous_format)
+    x, received = x.contiguous(), torch.zeros_like(x, memory_format=torch.contiguous_format)
     calls = []
-    for send, tensor, other in ((dist.isend, x, share.rank + hop), (dist.irecv, found, share.rank - hop)):
-        if 0 <= other < share.size:
-            calls.append(dist.P2POp(send, tensor, dist.get_global_rank(share.group, other), share.group))
+    for send, tensor, peer in ((dist.isend, x, share.rank + hop), (dist.irecv, received, share.rank - hop)):
+        if 0 <= peer < share.size:
+            calls.append(dist.P2POp(send, tensor, dist.get_global_rank(share.group, peer), share.group))
     for call in dist.batch_isend_irecv(calls) if calls else ():
         call.wait()
-    return found
+    return received

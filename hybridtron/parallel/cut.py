@@ -35,10 +35,10 @@ class RankGroup:
         If each group serves equally many of the rank's heads, this is a slice with one entry per group, so that
         indexing makes no copy. Otherwise it is a list with one entry per head.
         """
-        own = self.share(heads)
-        used = [head * groups // heads for head in range(self.rank * own, (self.rank + 1) * own)]
+        own_heads = self.share(heads)
+        used = [head * groups // heads for head in range(self.rank * own_heads, (self.rank + 1) * own_heads)]
         distinct = range(used[0], used[-1] + 1)
-        evenly = all(used.count(group) * len(distinct) == own for group in distinct)
+        evenly = all(used.count(group) * len(distinct) == own_heads for group in distinct)
         return slice(distinct.start, distinct.stop) if evenly else used
 
 
@@ -53,19 +53,21 @@ def mesh_sizes(mesh: Mesh) -> dict[str, int]:
 
 def cut(whole: Tensor, sharded: Sharded, mesh: Mesh, leading: int = 0) -> Tensor:
     """Return this rank's shard of a full tensor. The cuts count axes from `leading` on."""
-    for each in sharded.active_cuts(mesh_sizes(mesh)):
-        runs = held_runs(sharded, each, mesh[each.over])
-        whole = torch.cat([whole.narrow(leading + each.axis, run.start, len(run)) for run in runs], leading + each.axis)
+    for axis_cut in sharded.active_cuts(mesh_sizes(mesh)):
+        runs = held_runs(sharded, axis_cut, mesh[axis_cut.over])
+        whole = torch.cat(
+            [whole.narrow(leading + axis_cut.axis, run.start, len(run)) for run in runs], leading + axis_cut.axis
+        )
     return whole
 
 
 def gather(share: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
     """Return the full weight on every rank, from all ranks' shards. All ranks must call this together."""
-    for each in reversed(parameter.active_cuts(mesh_sizes(mesh))):
-        ranks, own = mesh[each.over], share.contiguous()
-        shares = [torch.empty_like(own) for _ in range(ranks.size)]
-        dist.all_gather(shares, own, group=ranks.group)
-        share = join(shares, parameter, each)
+    for axis_cut in reversed(parameter.active_cuts(mesh_sizes(mesh))):
+        ranks, own_shard = mesh[axis_cut.over], share.contiguous()
+        shares = [torch.empty_like(own_shard) for _ in range(ranks.size)]
+        dist.all_gather(shares, own_shard, group=ranks.group)
+        share = join(shares, parameter, axis_cut)
     return share
 
 

@@ -50,8 +50,8 @@ class EnteredProducts(torch.autograd.Function):
         ctx.entry, ctx.weights = entry, weights
         learns = any(ctx.needs_input_grad[2:])  # frozen weights need no saved input
         ctx.save_for_backward(None if not learns else x_LBD if entry.again else whole_LBD)
-        each = zip(weights, entry.sizes, strict=True)
-        return tuple(part for weight, sizes in each for part in functional.linear(whole_LBD, weight).split(sizes, -1))
+        pairs = zip(weights, entry.sizes, strict=True)
+        return tuple(part for weight, sizes in pairs for part in functional.linear(whole_LBD, weight).split(sizes, -1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -63,8 +63,8 @@ class EnteredProducts(torch.autograd.Function):
         flat = [gradient.flatten(0, 1) for gradient in gradients]
         dx_LBD = None
         if needs_x:
-            each = zip(weights, entry.sizes, strict=True)
-            rows = [part_OI for weight, sizes in each for part_OI in weight.split(sizes)]
+            aligned = zip(weights, entry.sizes, strict=True)
+            rows = [part_OI for weight, sizes in aligned for part_OI in weight.split(sizes)]
             dx_TD = flat[0] @ rows[0]
             for gradient, part_OI in zip(flat[1:], rows[1:], strict=True):
                 dx_TD.addmm_(gradient, part_OI)
@@ -73,10 +73,10 @@ class EnteredProducts(torch.autograd.Function):
             gathering.wait()
         of_parts = iter(flat)
         parts = [[next(of_parts) for _ in sizes] for sizes in entry.sizes]
-        each = zip(weights, parts, needs, strict=True)
+        aligned = zip(weights, parts, needs, strict=True)
         dw = [
             weight_gradient(weight, of_weight, x_LBD.flatten(0, 1)) if need else None
-            for weight, of_weight, need in each
+            for weight, of_weight, need in aligned
         ]
         if summing is not None:
             summing.wait()
@@ -85,8 +85,8 @@ class EnteredProducts(torch.autograd.Function):
 
 def _gathered(x_LBD: Tensor, entry: Entry, in_background: bool = False) -> tuple[Tensor, Any]:
     """All-gather the tokens. With `in_background` the result is valid only after waiting for the returned handle."""
-    length, *others = x_LBD.shape
-    whole_LBD = x_LBD.new_empty(length * dist.get_world_size(entry.group), *others)
+    length, *sizes = x_LBD.shape
+    whole_LBD = x_LBD.new_empty(length * dist.get_world_size(entry.group), *sizes)
     handle = dist.all_gather_into_tensor(whole_LBD, x_LBD.contiguous(), group=entry.group, async_op=in_background)
     return whole_LBD, handle
 
@@ -100,6 +100,6 @@ def _summed(dx_LBD: Tensor, entry: Entry) -> tuple[Tensor, Any]:
         return dx_LBD, None
     if not entry.sequence:
         return dx_LBD, dist.all_reduce(dx_LBD, group=entry.group, async_op=True)
-    length, *others = dx_LBD.shape
-    share_LBD = dx_LBD.new_empty(length // dist.get_world_size(entry.group), *others)
+    length, *sizes = dx_LBD.shape
+    share_LBD = dx_LBD.new_empty(length // dist.get_world_size(entry.group), *sizes)
     return share_LBD, dist.reduce_scatter_tensor(share_LBD, dx_LBD, group=entry.group, async_op=True)

@@ -144,9 +144,9 @@ def round_tiles(tensor: Tensor, tiles: tuple[int, int], dtype: torch.dtype) -> R
     Raises ValueError if the tile size does not divide the shape.
     """
     if any(size % tile for size, tile in zip(tensor.shape, tiles, strict=True)):
-        wanted = f"{tiles[0]} x {tiles[1]}"
+        tile_shape = f"{tiles[0]} x {tiles[1]}"
         raise ValueError(
-            f"a matrix of {tuple(tensor.shape)} is not made of whole tiles of {wanted}, as fp8_block needs"
+            f"a matrix of {tuple(tensor.shape)} is not made of whole tiles of {tile_shape}, as fp8_block needs"
         )
     largest = torch.finfo(dtype).max
     parts = _tiled(tensor.float(), tiles)
@@ -244,8 +244,8 @@ class Fp8Linear(CachedWeight, nn.Module):
         rounding = Rounding(self.fp8.recipe, self.slots, training=torch.is_grad_enabled())
         if rounding.training and self.fp8.cache_weights and self.rounded is None:
             self.rounded = rounding(self.weight.detach(), Role.weight)
-        kept = self.rounded if rounding.training else None
-        y_TO = _Product.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), self.weight, rounding, kept)
+        cached_weight = self.rounded if rounding.training else None
+        y_TO = _Product.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), self.weight, rounding, cached_weight)
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
     def forget(self) -> None:

@@ -46,8 +46,8 @@ class Delayed(ScalingStatistics):
             self.history_PRH[..., 0] = greatest_PR
             greatest_PR = self.history_PRH.amax(-1)
             scale_PR = (self.largest_R / greatest_PR).clamp(max=torch.finfo(torch.float32).max)
-            known = torch.isfinite(greatest_PR) & (greatest_PR > 0)
-            self.scale_PR.copy_(torch.where(known, scale_PR, self.scale_PR))
+            usable_PR = torch.isfinite(greatest_PR) & (greatest_PR > 0)
+            self.scale_PR.copy_(torch.where(usable_PR, scale_PR, self.scale_PR))
             self.history_PRH.copy_(self.history_PRH.roll(-1, -1))
         self.history_PRH[..., 0] = 0
 
@@ -79,9 +79,9 @@ def known_blocks(blocks: Iterable[Any], shapes: Mapping[str, tuple[int, ...]]) -
 
     Raises ConfigError if the checkpoint's history has another length than `precision.history`.
     """
-    known = [one for one in blocks if one.key in shapes]
-    for one in known:
-        if one.key.startswith("fp8_history.") and (held := shapes[one.key][1]) != one.global_shape[1]:
-            message = f"is {one.global_shape[1]}, but the checkpoint remembers {held} steps: set it so"
+    stored_blocks = [entry for entry in blocks if entry.key in shapes]
+    for entry in stored_blocks:
+        if entry.key.startswith("fp8_history.") and (stored_length := shapes[entry.key][1]) != entry.global_shape[1]:
+            message = f"is {entry.global_shape[1]}, but the checkpoint remembers {stored_length} steps: set it so"
             raise ConfigError([Problem("precision.history", message)])
-    return known
+    return stored_blocks

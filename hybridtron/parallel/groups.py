@@ -149,9 +149,9 @@ def all_reduce_max(values: list[float]) -> list[float]:
     """
     if dist.get_world_size() == 1:
         return values
-    found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()
+    maxima = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    return maxima.tolist()
 
 
 def host_pids() -> list[tuple[str, int]]:

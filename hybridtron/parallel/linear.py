@@ -253,14 +253,14 @@ def projected(x_LBD: Tensor, tensor: TensorGroup, *projections: nn.Module | InPa
     products accumulate the gradients of parts and of several projections, which are not concatenated or added first.
     Both need megatron-core's products; with adapters, Transformer Engine or FP8 each projection is called separately.
     """
-    cuts = [each if isinstance(each, InParts) else InParts(each, ()) for each in projections]
+    cuts = [projection if isinstance(projection, InParts) else InParts(projection, ()) for projection in projections]
     joined = len(cuts) > 1 or any(cut.sizes for cut in cuts)
     by_itself = tensor.size > 1 or (joined and x_LBD.is_cuda and not torch.compiler.is_compiling())
     adapted = any(adapter_of(cut.projection) is not None for cut in cuts)  # adapters read the gathered input, too
     if adapted or not (by_itself and tensor.products.are_megatrons):
         x_LBD = enter(x_LBD, tensor)
-        made = ((cut.projection(x_LBD), cut.sizes) for cut in cuts)
-        return tuple(part for y_LBC, sizes in made for part in (y_LBC.split(sizes, -1) if sizes else (y_LBC,)))
+        outputs = ((cut.projection(x_LBD), cut.sizes) for cut in cuts)
+        return tuple(part for y_LBC, sizes in outputs for part in (y_LBC.split(sizes, -1) if sizes else (y_LBC,)))
     weights = [cut.projection(None) for cut in cuts]
     sizes = [cut.sizes or (len(weight),) for cut, weight in zip(cuts, weights, strict=True)]
     group = tensor.group if tensor.size > 1 else None
@@ -291,8 +291,8 @@ def sum_shares(x: Tensor, tensor: TensorGroup) -> Tensor:
     """All-reduce x, so that every rank has the sum; in backward the ranks' gradients are all-reduced too."""
     if tensor.size == 1:
         return x
-    own = x.clone(memory_format=torch.contiguous_format)  # Megatron sums in place
-    return sum_gradients(reduce_from_tensor_model_parallel_region(own, group=tensor.group), tensor)
+    summand = x.clone(memory_format=torch.contiguous_format)  # Megatron sums in place
+    return sum_gradients(reduce_from_tensor_model_parallel_region(summand, group=tensor.group), tensor)
 
 
 def leave_unfilled(weight: Tensor) -> None:

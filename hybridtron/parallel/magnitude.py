@@ -26,10 +26,10 @@ def row_lengths(weight: Tensor, A: Tensor, B: Tensor, scale: float, ranks: RankG
     """Return the lengths of a projection's rows, without and with the adapter's product; `ranks` divide the inputs."""
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
     added = scale * (2 * (weight @ A.mT).double() + scale * (B @ (A @ A.mT)).double()) * B
-    both = torch.stack([squares, squares + added.sum(1)])
+    squared_lengths = torch.stack([squares, squares + added.sum(1)])
     if ranks.size > 1:
-        dist.all_reduce(both, group=ranks.group)
-    before, after = both.clamp_min(0).sqrt()
+        dist.all_reduce(squared_lengths, group=ranks.group)
+    before, after = squared_lengths.clamp_min(0).sqrt()
     return before, after
 
 

@@ -75,7 +75,7 @@ def _all_gather_bytes(sent: Tensor, group: dist.ProcessGroup | None) -> list[Ten
     padded[: sent.numel()] = sent
     every = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
     dist.all_gather(every, padded, group=group)
-    return [one[: int(size)] for one, size in zip(every, sizes, strict=True)]
+    return [tensor[: int(size)] for tensor, size in zip(every, sizes, strict=True)]
 
 
 def _bytes(value: Any) -> Tensor:

@@ -140,10 +140,10 @@ def _collect(job: list[_Worker], deadline: float) -> dict[int, Any]:
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
-                done, value = pickle.loads(connection.recv_bytes())
+                success, value = pickle.loads(connection.recv_bytes())
             except (EOFError, ConnectionResetError):
-                done, value = False, "the process died"
-            if done:
+                success, value = False, "the process died"
+            if success:
                 results[rank] = value
             elif failure is None:
                 failure = f"rank {rank}: {value}"

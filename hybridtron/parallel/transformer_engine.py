@@ -66,9 +66,9 @@ def region(fp8: Fp8) -> AbstractContextManager[Any]:
         enter, recipe, group = package.autocast, "recipe", "amax_reduction_group"
     else:
         enter, recipe, group = package.fp8_autocast, "fp8_recipe", "fp8_group"
-    known = inspect.signature(enter).parameters
-    assert recipe in known, f"transformer_engine's {enter.__name__} takes {list(known)}"
-    assert group in known, f"transformer_engine's {enter.__name__} takes {list(known)}"
+    parameters = inspect.signature(enter).parameters
+    assert recipe in parameters, f"transformer_engine's {enter.__name__} takes {list(parameters)}"
+    assert group in parameters, f"transformer_engine's {enter.__name__} takes {list(parameters)}"
     return enter(enabled=True, **{recipe: _recipe(fp8), group: fp8.group})
 
 
@@ -81,7 +81,7 @@ def fp8_fault(recipe: Precision) -> str | None:
         return f"the transformer_engine that is installed has no {RECIPES[recipe]}; 2.3 and newer have it"
     if (fault := fp8_device_fault()) is not None or recipe != Precision.fp8_block:
         return fault
-    manager = next(found for name in QUANTIZATION if (found := optional_package(name).module) is not None)
+    manager = next(module for name in QUANTIZATION if (module := optional_package(name).module) is not None)
     available, reason = manager.FP8GlobalStateManager.is_fp8_block_scaling_available()
     return None if available else reason
 
@@ -118,10 +118,10 @@ class TransformerEngineStatistics(ScalingStatistics):
                 with region(self.fp8):
                     layer.init_fp8_metadata()
             for kind, first, count in ((FORWARD, Role.x, 2), (BACKWARD, Role.dy, 1)):
-                kept, roles = layer.fp8_meta[kind], len(Role)
-                history_RH = kept.amax_history[:, :count].T
+                statistics, roles = layer.fp8_meta[kind], len(Role)
+                history_RH = statistics.amax_history[:, :count].T
                 yield Part(f"fp8_history.{name}", (roles, history_RH.shape[1]), (first, 0), history_RH)
-                yield Part(f"fp8_scale.{name}", (roles,), (first,), kept.scale[:count])
+                yield Part(f"fp8_scale.{name}", (roles,), (first,), statistics.scale[:count])
 
     def _kept(self) -> Iterator[tuple[tuple[str, str], Any]]:
         """Yield the package's statistics of every layer, by layer and direction."""
@@ -131,18 +131,20 @@ class TransformerEngineStatistics(ScalingStatistics):
                     yield (name, kind), layer.fp8_meta[kind]
 
     def _copies(self) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-        return {place: (kept.amax_history.clone(), kept.scale.clone()) for place, kept in self._kept()}
+        return {
+            place: (statistics.amax_history.clone(), statistics.scale.clone()) for place, statistics in self._kept()
+        }
 
     def _put_back(self, copies: dict[tuple[str, str], tuple[Tensor, Tensor]]) -> None:
         """Restore copied statistics; those that did not exist yet are reset to their initial values."""
-        for place, kept in self._kept():
+        for place, statistics in self._kept():
             if place in copies:
                 history, scale = copies[place]
-                kept.amax_history.copy_(history)
-                kept.scale.copy_(scale)
+                statistics.amax_history.copy_(history)
+                statistics.scale.copy_(scale)
             else:
-                kept.amax_history.zero_()
-                kept.scale.fill_(1.0)
+                statistics.amax_history.zero_()
+                statistics.scale.fill_(1.0)
 
 
 def _class(fp8: Fp8 | None) -> Any:

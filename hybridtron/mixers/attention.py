@@ -42,11 +42,11 @@ class Heads(Mixer):
         whole_kv = spec.parameters(sizes)["kv.weight"].cut_over("tensor", tensor.size) is None
         self.kv_heads = tensor.groups_used(spec.heads, spec.groups()) if whole_kv and tensor.size > 1 else None
         self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that divide a token's keys
-        read = spec.input_width(sizes)
-        self.q = column_parallel(read, queries, tensor)
-        self.kv = column_parallel(read, 2 * keys, self.keys_over)
+        width = spec.input_width(sizes)
+        self.q = column_parallel(width, queries, tensor)
+        self.kv = column_parallel(width, 2 * keys, self.keys_over)
         self.out = row_parallel(queries, sizes.width, tensor)
-        self.gate = column_parallel(read, queries, tensor) if spec.gate else None
+        self.gate = column_parallel(width, queries, tensor) if spec.gate else None
         self.own_keys = keys if whole_kv else tensor.share(keys)
         if spec.qk_norm != "none":
             sizes_qk = (self.head_dim,) * 2 if spec.qk_norm == "head" else (tensor.share(queries), self.own_keys)
@@ -71,8 +71,8 @@ class Heads(Mixer):
             silu, documents = self.heads.conv_silu, seq.documents_BL
             of_q = ConvInputs(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
             of_kv = ConvInputs(kv_BLC[0], self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
-            (q_BLC, new["q_conv"]), (both_BLC, new["kv_conv"]) = causal_conv(of_q), causal_conv(of_kv)
-            kv_BLC = both_BLC.chunk(2, dim=-1)
+            (q_BLC, new["q_conv"]), (mixed_kv_BLC, new["kv_conv"]) = causal_conv(of_q), causal_conv(of_kv)
+            kv_BLC = mixed_kv_BLC.chunk(2, dim=-1)
         k_BLC, v_BLC = kv_BLC
         if self.heads.qk_norm == "all":
             q_BLC = over_all_ranks(RMSNormInputs(q_BLC, self.q_norm_weight, self.heads.norm_eps), self.tensor)
@@ -88,11 +88,11 @@ class Heads(Mixer):
             q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
         if (factor := self.heads.query_factor(self.head_dim)) != 1:
             q = q * factor
-        y_BLHK, kept = self.attend(q, k, v, before, seq)
+        y_BLHK, kv_state = self.attend(q, k, v, before, seq)
         y_LBC = y_BLHK.flatten(2).transpose(0, 1)
         if gate_BLC is not None:
             y_LBC = y_LBC * torch.sigmoid(gate_BLC.transpose(0, 1))
-        return Out(self.out(y_LBC), {**new, **kept}, {})
+        return Out(self.out(y_LBC), {**new, **kv_state}, {})
 
     def project(self, x_LBD: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
         """Return queries, keys and values, and the gate's logits if there is a gate.
@@ -135,8 +135,8 @@ class Heads(Mixer):
         if not seq.carried:
             return y_BLHK, {}
         keep = None if window is None else window - 1
-        kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
-        return y_BLHK, {"keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": kept.length_B}
+        remembered = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
+        return y_BLHK, {"keys": remembered.keys_BMGK, "values": remembered.values_BMGK, "length": remembered.length_B}
 
 
 def over_all_ranks(inputs: RMSNormInputs, tensor: TensorGroup) -> Tensor:

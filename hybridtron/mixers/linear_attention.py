@@ -61,8 +61,8 @@ class LinearAttention(Mixer):
         qkv_BLC = qkv_LBC.transpose(0, 1)
         if self.shared.conv:
             tail_BTC = tokens_before(qkv_BLC, self.shared.conv - 1, before.get("conv"), seq)
-            given = ConvInputs(qkv_BLC, self.conv_weight, None, tail_BTC, seq.documents_BL, activation=True)
-            qkv_BLC, new["conv"] = causal_conv(given)
+            inputs = ConvInputs(qkv_BLC, self.conv_weight, None, tail_BTC, seq.documents_BL, activation=True)
+            qkv_BLC, new["conv"] = causal_conv(inputs)
         q_BLE, k_BLE, v_BLV = qkv_BLC.split((self.keys, self.keys, self.values), dim=-1)
         q_BLKN, k_BLKN = (part.unflatten(-1, (self.key_heads, -1)) for part in (q_BLE, k_BLE))
         v_BLHP = v_BLV.unflatten(-1, (self.heads, -1))

@@ -39,18 +39,18 @@ class Mamba(Mixer):
         super().__init__()
         self.spec, self.tensor = spec, tensor
         inner, self.state, self.rank = spec.inner(sizes), spec.state, spec.rank(sizes)
-        own = tensor.share(inner)
+        channels = tensor.share(inner)
         self.in_proj = column_parallel(sizes.width, 2 * inner, tensor)
-        self.conv_weight = nn.Parameter(torch.empty(own, spec.conv))
-        self.conv_bias = nn.Parameter(torch.empty(own))
+        self.conv_weight = nn.Parameter(torch.empty(channels, spec.conv))
+        self.conv_bias = nn.Parameter(torch.empty(channels))
         self.x_proj = row_parallel_inside(inner, self.rank + 2 * self.state, tensor)
         self.dt_proj = column_parallel(self.rank, inner, tensor.without_fp8())
-        self.dt_bias = nn.Parameter(torch.empty(own))
-        self.A_log = nn.Parameter(torch.empty(own, self.state))
-        self.D = nn.Parameter(torch.empty(own))
+        self.dt_bias = nn.Parameter(torch.empty(channels))
+        self.A_log = nn.Parameter(torch.empty(channels, self.state))
+        self.D = nn.Parameter(torch.empty(channels))
         self.out_proj = row_parallel(inner, sizes.width, tensor)
         if spec.sparse is not None:
-            self.sparse = SparseBranch(spec.sparse, spec.state, own, sizes, tensor)
+            self.sparse = SparseBranch(spec.sparse, spec.state, channels, sizes, tensor)
             if spec.projects:
                 self.sparse_qk = row_parallel_inside(inner, 2 * spec.state, tensor)
 
@@ -68,17 +68,17 @@ class Mamba(Mixer):
         dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)
         dt_BLE = as_stored(self.dt_proj, dt_BLR)
         A_EN = -torch.exp(self.A_log)
-        given = ScanInputs(
+        inputs = ScanInputs(
             x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, self.D, self.dt_bias, z_BLE, documents_BL=seq.documents_BL
         )
         y_BLE, h_BEN = scan_from(
-            lambda h_BEN: selective_scan(given._replace(state_BEN=h_BEN)), before.get("ssm"), seq,
-            lambda: scan_transition(given),
+            lambda h_BEN: selective_scan(inputs._replace(state_BEN=h_BEN)), before.get("ssm"), seq,
+            lambda: scan_transition(inputs),
         )  # fmt: skip
         new, aux = {"ssm": h_BEN, "conv": tail}, {}
         if self.spec.sparse is not None:
             shared = B_BLN.unsqueeze(2), C_BLN.unsqueeze(2), x_BLE
             k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
-            attended_BLE, kept, aux = self.sparse(*k_q_v, before, seq)
-            y_BLE, new = y_BLE + attended_BLE * F.silu(z_BLE), new | kept
+            attended_BLE, sparse_state, aux = self.sparse(*k_q_v, before, seq)
+            y_BLE, new = y_BLE + attended_BLE * F.silu(z_BLE), new | sparse_state
         return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)

@@ -53,14 +53,14 @@ class Mamba2(Mixer):
         self.inner, self.heads = tensor.share(inner), tensor.share(heads)
         self.whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_over("tensor", tensor.size) is None
         self.groups_used = tensor.groups_used(heads, spec.groups) if self.whole_groups else slice(None)
-        both = 2 * spec.groups * spec.state
-        own_both = both if self.whole_groups else tensor.share(both)
+        bc_channels = 2 * spec.groups * spec.state
+        own_bc_channels = bc_channels if self.whole_groups else tensor.share(bc_channels)
         self.in_proj = column_parallel(sizes.width, 2 * inner + heads, tensor)
-        self.bc_proj = column_parallel(sizes.width, both, tensor.whole() if self.whole_groups else tensor)
+        self.bc_proj = column_parallel(sizes.width, bc_channels, tensor.whole() if self.whole_groups else tensor)
         self.x_conv_weight = nn.Parameter(torch.empty(self.inner, spec.conv))
         self.x_conv_bias = nn.Parameter(torch.empty(self.inner))
-        self.bc_conv_weight = nn.Parameter(torch.empty(own_both, spec.conv))
-        self.bc_conv_bias = nn.Parameter(torch.empty(own_both))
+        self.bc_conv_weight = nn.Parameter(torch.empty(own_bc_channels, spec.conv))
+        self.bc_conv_bias = nn.Parameter(torch.empty(own_bc_channels))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         # inverse softplus of the smallest step size
         self.least_dt = spec.dt_floor + math.log(-math.expm1(-spec.dt_floor)) if spec.dt_floor else -math.inf
@@ -76,8 +76,8 @@ class Mamba2(Mixer):
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         new: State = {}
-        own = InParts(self.in_proj, (self.inner, self.inner, self.heads))
-        parts = self._multiplied(*projected(x_LBD, self.tensor, own, self.bc_proj))
+        in_parts = InParts(self.in_proj, (self.inner, self.inner, self.heads))
+        parts = self._multiplied(*projected(x_LBD, self.tensor, in_parts, self.bc_proj))
         z_BLE, x_BLE, dt_BLH, bc_BLC = (part.transpose(0, 1) for part in parts)
         before = state or {}
         documents_BL, width = seq.documents_BL, self.spec.conv - 1
@@ -98,18 +98,18 @@ class Mamba2(Mixer):
         A_H = -torch.exp(self.A_log)
         if self.spec.dt_floor:
             dt_BLH = torch.maximum(dt_BLH, (self.least_dt - self.dt_bias).to(dt_BLH.dtype))
-        given = SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, documents_BL=documents_BL)
-        given = read_twice(given, seq)
+        inputs = SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, documents_BL=documents_BL)
+        inputs = read_twice(inputs, seq)
         y_BLHP, new["ssm"] = scan_from(
-            lambda h_BHPN: ssd_scan(given._replace(state_BHPN=h_BHPN)), before.get("ssm"), seq,
-            lambda: ssd_transition(given),
+            lambda h_BHPN: ssd_scan(inputs._replace(state_BHPN=h_BHPN)), before.get("ssm"), seq,
+            lambda: ssd_transition(inputs),
         )  # fmt: skip
         aux: dict[str, Tensor] = {}
         if self.spec.sparse is not None:
             shared = B_BLGN, C_BLGN, x_BLE
             k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
-            attended_BLE, kept, aux = self.sparse(*k_q_v, before, seq)
-            y_BLHP, new = y_BLHP + attended_BLE.view_as(y_BLHP), new | kept
+            attended_BLE, sparse_state, aux = self.sparse(*k_q_v, before, seq)
+            y_BLHP, new = y_BLHP + attended_BLE.view_as(y_BLHP), new | sparse_state
         y_BLE = self._normed(y_BLHP, z_BLE) if self.spec.norm else gated_alone(y_BLHP, z_BLE)
         return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
 

@@ -48,8 +48,8 @@ class Mamba3(Mixer):
         whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_over("tensor", tensor.size) is None
         self.groups_used = tensor.groups_used(heads, spec.groups) if whole_groups else slice(None)
         self.in_proj = column_parallel(sizes.width, 2 * inner + 3 * heads, tensor)
-        both = 2 * spec.groups * spec.state
-        self.bc_proj = column_parallel(sizes.width, both, tensor.whole() if whole_groups else tensor)
+        bc_channels = 2 * spec.groups * spec.state
+        self.bc_proj = column_parallel(sizes.width, bc_channels, tensor.whole() if whole_groups else tensor)
         self.angle_proj = column_parallel(sizes.width, spec.angles, tensor.whole().without_fp8())
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         self.B_bias = nn.Parameter(torch.empty(self.heads, 1, spec.state))

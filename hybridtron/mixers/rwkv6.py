@@ -51,8 +51,8 @@ class RWKV6(Mixer):
         x_LBD = enter(x_LBD, self.tensor)
         before_LBD, new["shift"] = token_before(x_LBD, before.get("shift"), seq)
         r_LBD, w_LBD, k_LBD, v_LBD, g_LBD = self.streams(x_LBD, before_LBD - x_LBD)
-        made = self.r_proj(r_LBD), self.k_proj(k_LBD), self.v_proj(v_LBD), self.log_decays(w_LBD)
-        r_BLHN, k_BLHN, v_BLHP, g_BLHN = (each.transpose(0, 1).unflatten(-1, (self.heads, -1)) for each in made)
+        projections = self.r_proj(r_LBD), self.k_proj(k_LBD), self.v_proj(v_LBD), self.log_decays(w_LBD)
+        r_BLHN, k_BLHN, v_BLHP, g_BLHN = (part.transpose(0, 1).unflatten(-1, (self.heads, -1)) for part in projections)
         inputs = GLAInputs(r_BLHN, k_BLHN, v_BLHP, g_BLHN, documents_BL=seq.documents_BL)
         inputs = read_twice(inputs, seq)
         y_BLHP, new["ssm"] = scan_from(
@@ -91,9 +91,9 @@ def read_before_step(inputs: GLAInputs, bonus_HN: Tensor) -> tuple[Tensor, Tenso
     next_BLHN = F.pad(inputs.q_BLHN[:, 1:], (0, 0, 0, 0, 0, 1))
     if (starts_BL := document_starts(inputs.documents_BL)) is not None:
         next_BLHN = next_BLHN.masked_fill(F.pad(starts_BL[:, 1:], (0, 1))[:, :, None, None], 0)
-    read_BLHP, state_BHNP = gla_scan(inputs._replace(q_BLHN=next_BLHN))
+    past_BLHP, state_BHNP = gla_scan(inputs._replace(q_BLHN=next_BLHN))
     first_B1HP = torch.zeros_like(v_BLHP[:, :1])
     if inputs.state_BHNP is not None:
         first_B1HP = torch.einsum("blhn,bhnp->blhp", q_BLHN[:, :1], inputs.state_BHNP.to(q_BLHN.dtype))
-    own_BLH1 = (q_BLHN * bonus_HN * k_BLHN).sum(-1, keepdim=True)
-    return torch.cat((first_B1HP, read_BLHP[:, :-1].to(v_BLHP.dtype)), dim=1) + own_BLH1 * v_BLHP, state_BHNP
+    bonus_BLH1 = (q_BLHN * bonus_HN * k_BLHN).sum(-1, keepdim=True)
+    return torch.cat((first_B1HP, past_BLHP[:, :-1].to(v_BLHP.dtype)), dim=1) + bonus_BLH1 * v_BLHP, state_BHNP

@@ -40,8 +40,8 @@ class SharedBlock(Heads):
         super().__init__(spec, sizes, tensor)
         block: SharedBlockSpec = spec
         self.adapts_attention = block.adapt_attention
-        width, read, rank, whole = sizes.width, block.input_width(sizes), block.rank, tensor.whole()
-        self.in_norm, self.mlp_norm = RMSNorm(read, block.norm_eps), RMSNorm(width, block.norm_eps)
+        width, in_width, rank, whole = sizes.width, block.input_width(sizes), block.rank, tensor.whole()
+        self.in_norm, self.mlp_norm = RMSNorm(in_width, block.norm_eps), RMSNorm(width, block.norm_eps)
         self.gate_up = column_parallel(width, 2 * block.hidden, tensor)
         # each rank gets the sums of its own channels, which are the input shard of the row-parallel `linear`
         self.down = row_parallel_by_channel(block.hidden, width, tensor)
@@ -50,7 +50,7 @@ class SharedBlock(Heads):
         self.gate_up_B = column_parallel(rank, 2 * block.hidden, tensor)
         if block.adapt_attention:
             queries, keys = block.channels(sizes)
-            self.q_A, self.k_A, self.v_A = (column_parallel(read, rank, whole) for _ in range(3))
+            self.q_A, self.k_A, self.v_A = (column_parallel(in_width, rank, whole) for _ in range(3))
             self.q_B = column_parallel(rank, queries, tensor)
             self.k_B, self.v_B = (column_parallel(rank, keys, self.keys_over) for _ in range(2))
 

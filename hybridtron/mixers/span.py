@@ -55,8 +55,8 @@ class SpanAttention(Heads):
     def __init__(self, spec: SpanSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
         self.spec, self.layer = spec, sizes.layer
-        own = tensor.share(spec.heads)
-        self.own_heads = slice(tensor.rank * own, (tensor.rank + 1) * own)
+        head_count = tensor.share(spec.heads)
+        self.own_heads = slice(tensor.rank * head_count, (tensor.rank + 1) * head_count)
         used = tensor.groups_used(spec.heads, spec.groups())
         self.own_groups = list(range(used.start, used.stop)) if isinstance(used, slice) else used
 
@@ -68,9 +68,9 @@ class SpanAttention(Heads):
             return self.attend_within(None, q_BLHK, k_BLGK, v_BLGK, before, seq)
         chunk, remembered = self._chunk(seq), self.spec.remembered(training=seq.key is not None)
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
-        seen = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
-        known = [(each, self._kept(each, chunk, remembered)) for each in seen]
-        rows = SpanCut(chunk, self.spec.block, self._segments(seq, known))
+        seen_counts = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
+        counts = [(count, self._kept(count, chunk, remembered)) for count in seen_counts]
+        rows = SpanCut(chunk, self.spec.block, self._segments(seq, counts))
         reach = None if self.spec.retrieves else max(self.spec.chunks()) + 1
         memory = memory_before(k_BLGK, v_BLGK, reach, memory, seq)
         k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
@@ -82,12 +82,12 @@ class SpanAttention(Heads):
         if not seq.carried:
             return y_BLHK, {}
         keep = None if remembered is None else remembered + max(self.spec.chunks())
-        kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
+        memory_after = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
         length = q_BLHK.shape[1] * (1 if seq.share is None else seq.share.size)
         ends = {row: s.end_place for s in rows.segments if s.stop == length for row in _numbers(s.rows)}
         length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))])
         length_B = length_B.to(q_BLHK.device, non_blocking=True)  # avoid a synchronization for so small a copy
-        return y_BLHK, {**new, "keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": length_B}
+        return y_BLHK, {**new, "keys": memory_after.keys_BMGK, "values": memory_after.values_BMGK, "length": length_B}
 
     def _chunk(self, seq: SeqInfo) -> int:
         """Return this step's chunk size: drawn at random in training, the largest one otherwise."""
@@ -129,12 +129,12 @@ class SpanAttention(Heads):
             start, stop = max(segment.start, share.first), min(segment.stop, share.first + share.length)
             if start >= stop:
                 continue
-            seen, kept = (before + start - segment.start for before in (segment.seen, segment.kept))
-            kept = kept if self.spec.retrieves else min(kept, self._kept(seen, rows.chunk, 0))
-            own = SpanSegment(segment.rows, start - share.first, stop - share.first, seen, kept)
-            segments.append(own)
+            seen_count, kept_count = (before + start - segment.start for before in (segment.seen, segment.kept))
+            kept_count = kept_count if self.spec.retrieves else min(kept_count, self._kept(seen_count, rows.chunk, 0))
+            own_segment = SpanSegment(segment.rows, start - share.first, stop - share.first, seen_count, kept_count)
+            segments.append(own_segment)
             if chosen:
-                chunks, first = rows.chunks(own), rows.chunks(segment).start
+                chunks, first = rows.chunks(own_segment), rows.chunks(segment).start
                 of_all = chosen[number]
                 of_segments.append(None if of_all is None else of_all[:, :, chunks.start - first : chunks.stop - first])
         return rows._replace(segments=segments), of_segments
@@ -153,13 +153,13 @@ class SpanAttention(Heads):
         rule = ChoiceRule(self.spec.blocks, self.spec.relevance == "previous_chunk", landmarks_HK)
         past = SpanPast(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
         carried = CarriedBlocks(*self.spec.carried_blocks(self.spec.remembered(training=seq.key is not None)))
-        known, length = partial(known_of, cut, rule, heads, past), q_BLHK.shape[1]
+        past_of, length = partial(known_of, cut, rule, heads, past), q_BLHK.shape[1]
         if seq.share is not None:
             q_BTHK = tokens_before(q_BLHK.detach(), cut.block - 1, before.get("queries"), seq)
             assert q_BTHK is not None
-            known = partial(known_of_shares, cut, rule, (q_BTHK, *heads), past, seq.share)
+            past_of = partial(known_of_shares, cut, rule, (q_BTHK, *heads), past, seq.share)
             length *= seq.share.size
-        chosen, after = choose_by_relevance(cut, rule, Whole(length, k_BSGK.shape[2], known), carried)
+        chosen, after = choose_by_relevance(cut, rule, Whole(length, k_BSGK.shape[2], past_of), carried)
         return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
 
     def _landmarks(self, q_BLHK: Tensor) -> Tensor:
@@ -201,19 +201,19 @@ def known_of_shares(
     """
     before_BTHK, q_BLHK, k_BSGK, v_BSGK = heads
     queries = torch.cat((before_BTHK, q_BLHK), dim=1)[segment.rows]
-    own = own_blocks(cut, segment, slice(share.first, share.first + share.length))
-    shape = len(queries), own.whole + own.counted, *queries.shape[2:]
+    blocks = own_blocks(cut, segment, slice(share.first, share.first + share.length))
+    shape = len(queries), blocks.whole + blocks.counted, *queries.shape[2:]
     table = torch.zeros(shape, dtype=at_least_fp32(queries).dtype, device=queries.device)
-    if own.begin < own.end:
+    if blocks.begin < blocks.end:
         behind_q, behind_k = before_BTHK.shape[1] - share.first, k_BSGK.shape[1] - share.length - share.first
-        asking = queries[:, own.tokens.start + behind_q : own.tokens.stop + behind_q]
-        here = slice(own.tokens.start + behind_k, own.tokens.stop + behind_k)
-        k, v = (x[segment.rows, here] for x in (k_BSGK, v_BSGK))
+        asking = queries[:, blocks.tokens.start + behind_q : blocks.tokens.stop + behind_q]
+        key_slice = slice(blocks.tokens.start + behind_k, blocks.tokens.stop + behind_k)
+        k, v = (x[segment.rows, key_slice] for x in (k_BSGK, v_BSGK))
         of_blocks = summaries(asking, k, v, cut.block, rule.landmarks_HK)
-        table[:, own.begin : own.begin + of_blocks.shape[1]] = of_blocks
-        table[:, own.whole + own.begin : own.whole + own.end] = query_sums(asking, cut.block)
+        table[:, blocks.begin : blocks.begin + of_blocks.shape[1]] = of_blocks
+        table[:, blocks.whole + blocks.begin : blocks.whole + blocks.end] = query_sums(asking, cut.block)
     of_all = sum_over_shares(table, share)
-    return behind(past, segment, SpanPast(queries, of_all[:, : own.whole], of_all[:, own.whole :]))
+    return behind(past, segment, SpanPast(queries, of_all[:, : blocks.whole], of_all[:, blocks.whole :]))
 
 
 def _numbers(rows: slice) -> range:

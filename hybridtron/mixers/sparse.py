@@ -67,21 +67,21 @@ class SparseBranch(nn.Module):
         batch, groups = len(q_BLGN), q_BLGN.shape[2]
         q_RLN, k_RLN = (_rows(x_BLGN) for x_BLGN in (q_BLGN, k_BLGN * self.size**-0.5))
         documents_RL, places_RL = (x_BL.repeat_interleave(groups, dim=0) for x_BL in _documents(seq))
-        own = SparseKeys(k_RLN, _rows(v_BLE.unflatten(-1, (groups, -1))), documents_RL, places_RL)
+        keys = SparseKeys(k_RLN, _rows(v_BLE.unflatten(-1, (groups, -1))), documents_RL, places_RL)
         new, aux = State(), dict[str, Tensor]()
         if self.options.scored:
             scores_RL, sums_RN = self._scores(q_RLN, k_RLN, documents_RL, before, seq)
             new["sparse_queries"] = sums_RN.unflatten(0, (batch, groups))
-            own = own._replace(scores_RS=scores_RL.detach())
+            keys = keys._replace(scores_RS=scores_RL.detach())
             if seq.key is not None:
-                aux["ranking"] = self._ranking(q_RLN, own, scores_RL, seq)
+                aux["ranking"] = self._ranking(q_RLN, keys, scores_RL, seq)
         hashed = self._hash(q_RLN.device, seq)
-        at_hand = joined(self._memory(before, own, hashed, groups, seq), own)
+        at_hand = joined(self._memory(before, keys, hashed, groups, seq), keys)
         bins_RL, bins_RS = (
             hashed(x, of) for x, of in ((q_RLN, documents_RL), (at_hand.keys_RSN, at_hand.documents_RS))
         )
-        seen = Seen(self.budget, at_hand.documents_RS, at_hand.places_RS, bins_RL, bins_RS, at_hand.scores_RS)
-        y_RLP = sparse_attention(SparseInputs(q_RLN, at_hand.keys_RSN, at_hand.values_RSP, seen))
+        visible = Seen(self.budget, at_hand.documents_RS, at_hand.places_RS, bins_RL, bins_RS, at_hand.scores_RS)
+        y_RLP = sparse_attention(SparseInputs(q_RLN, at_hand.keys_RSN, at_hand.values_RSP, visible))
         if seq.carried:
             new |= _state(remember(self.budget, at_hand, bins_RS, self.options.slots), groups)
         y_BLE = y_RLP.unflatten(0, (batch, groups)).transpose(1, 2).flatten(2)
@@ -113,9 +113,9 @@ class SparseBranch(nn.Module):
             nothing = nothing._replace(scores_RM=own.scores_RS[:, :0])
         bins_RL = hashed(own.keys_RSN, own.documents_RS)
         slots = min(self.options.slots, share.length)
-        kept = remember(self.budget, joined(nothing, own), bins_RL, slots)
-        found = [] if memory is None else [_where(reaches_R, memory)]
-        return merged([*found, *_earlier(kept, behind_R, share)], length_R)
+        remembered = remember(self.budget, joined(nothing, own), bins_RL, slots)
+        carried = [] if memory is None else [_where(reaches_R, memory)]
+        return merged([*carried, *_earlier(remembered, behind_R, share)], length_R)
 
     def _scores(
         self, q_RLN: Tensor, k_RLN: Tensor, documents_RL: Tensor, before: State, seq: SeqInfo
@@ -186,20 +186,20 @@ def _of_row(x_RL: Tensor, chosen_RC: Tensor, share: RowShare | None) -> Tensor:
     """Gather the values at these tokens of each row, across the ranks that divide the row."""
     places_RC = chosen_RC if share is None else chosen_RC - share.first
     index = places_RC.clamp(0, x_RL.shape[1] - 1).view(*places_RC.shape, *[1] * (x_RL.dim() - 2))
-    found_RC = x_RL.gather(1, index.expand(*places_RC.shape, *x_RL.shape[2:]))
+    gathered_RC = x_RL.gather(1, index.expand(*places_RC.shape, *x_RL.shape[2:]))
     if share is None:
-        return found_RC
-    own_RC = ((places_RC >= 0) & (places_RC < share.length)).view(index.shape)
-    return sum_over_shares(torch.where(own_RC, found_RC, 0), share)
+        return gathered_RC
+    in_shard_RC = ((places_RC >= 0) & (places_RC < share.length)).view(index.shape)
+    return sum_over_shares(torch.where(in_shard_RC, gathered_RC, 0), share)
 
 
 def _earlier(kept: SparseMemory, behind_R: Tensor, share: RowShare) -> Iterator[SparseMemory]:
     """Yield the keys that each earlier sequence shard remembers of the document continuing into this one."""
-    size, both_RMC = kept.keys_RMN.shape[2], torch.cat((kept.keys_RMN, kept.values_RMP), dim=2)
+    size, entries_RMC = kept.keys_RMN.shape[2], torch.cat((kept.keys_RMN, kept.values_RMP), dim=2)
     scores = [] if kept.scores_RM is None else [kept.scores_RM]
-    parts = zip(*(earlier_shares(x, share) for x in (both_RMC, kept.places_RM, *scores)), strict=True)
-    for hop, (both, places_RM, *of_scores) in zip(range(share.size - 1, 0, -1), parts, strict=True):
-        keys, values = both[..., :size], both[..., size:]
+    parts = zip(*(earlier_shares(x, share) for x in (entries_RMC, kept.places_RM, *scores)), strict=True)
+    for hop, (entries, places_RM, *of_scores) in zip(range(share.size - 1, 0, -1), parts, strict=True):
+        keys, values = entries[..., :size], entries[..., size:]
         memory = SparseMemory(keys, values, places_RM, behind_R, *of_scores)
         yield _where(behind_R > (hop - 1) * share.length, memory)
 

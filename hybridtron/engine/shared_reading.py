@@ -66,9 +66,9 @@ def by_shares(
 ) -> tuple[Tensor, States]:
     """Read tokens that the ranks divide evenly; return the result and the new states on every rank."""
     length = tokens_BL.shape[1]
-    own = own_tokens(length, context)
-    of_own = wanted if wanted.of_tokens is None else wanted.of_tokens(own)
-    result, after = forward(tokens_BL[:, own], states, seq_of_share(seq, context), of_own)
+    shard = own_tokens(length, context)
+    of_own = wanted if wanted.of_tokens is None else wanted.of_tokens(shard)
+    result, after = forward(tokens_BL[:, shard], states, seq_of_share(seq, context), of_own)
     result = of_last_share(result, context) if wanted.of_tokens is None else of_all_shares(result, context)
     return result, states_of_row(after, states or {}, length, context)
 

@@ -50,7 +50,7 @@ class Mirror:
             self._waiting = folder
             if self.busy is None:
                 self.busy, self._waiting = folder, None
-                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+                self._thread = threading.Thread(target=self._work, args=(folder,), name="mirror", daemon=True)
                 self._thread.start()
 
     def finish(self) -> None:
@@ -63,16 +63,20 @@ class Mirror:
         with self._lock:
             return {folder for folder in (self.busy, self._waiting) if folder is not None}
 
-    def _work(self) -> None:
-        """Upload checkpoints until none waits. Runs in the mirror's thread."""
-        while self.busy is not None:
+    def _work(self, folder: Path | None) -> None:
+        """Upload a checkpoint, then the one that waits, until none waits. Runs in the mirror's thread.
+
+        The thread is done when it sets `busy` to None, under the lock: from then on `offer` starts another thread.
+        """
+        while folder is not None:
             try:
-                upload(self.bucket, self.busy)
+                upload(self.bucket, folder)
             except Exception as error:  # any error: training must continue, and the next checkpoint is tried
                 said = f"{type(error).__name__}: {error}"
-                print(f"NOT MIRRORED: {self.busy} to {self.bucket.url}: {said}", file=sys.stderr)
+                print(f"NOT MIRRORED: {folder} to {self.bucket.url}: {said}", file=sys.stderr)
             with self._lock:
-                self.busy, self._waiting = self._waiting, None
+                folder = self.busy = self._waiting
+                self._waiting = None
 
 
 def upload(bucket: Bucket, folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hybridtron.checkpoint import mirror
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import all_of, newest
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
@@ -120,3 +122,48 @@ def test_what_changed_in_the_store_is_not_taken(alone: Groups, write: Write, tmp
     assert not list(Checkpoint.open(target).faults())
     with pytest.raises(FileExistsError, match="there already"):
         download(URL, tmp_path / "back")
+
+
+class HeldAtTheEnd:
+    """A mirror's lock that holds the first thread that is done, right after it has released the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.held: threading.Thread | None = None
+        self.is_done, self.released = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+        if self.held is None and threading.current_thread().name == "mirror":
+            self.held = threading.current_thread()
+            self.is_done.set()
+            assert self.released.wait(60)
+
+
+def test_a_checkpoint_offered_as_the_thread_ends_is_uploaded_once(
+    store: FakeS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, lock, uploads = Mirror(URL), HeldAtTheEnd(), list[Path]()
+    first, second = Path("step-00000001"), Path("step-00000002")
+    in_use_during_second = list[set[Path]]()
+
+    def record(_: Bucket, folder: Path) -> None:
+        uploads.append(folder)
+        held = lock.held
+        if held is not None and held is not threading.current_thread():
+            lock.released.set()
+            held.join(60)
+            in_use_during_second.append(copy.in_use())
+
+    monkeypatch.setattr(copy, "_lock", lock)
+    monkeypatch.setattr(mirror, "upload", record)
+    copy.offer(first)
+    assert lock.is_done.wait(60)
+    copy.offer(second)
+    copy.finish()
+    assert uploads == [first, second]
+    assert in_use_during_second == [{second}]
+    assert copy.in_use() == set()

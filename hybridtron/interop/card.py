@@ -59,11 +59,12 @@ def _training(config: Config) -> str:
 
 
 def _phase(phase: ResolvedPhase) -> str:
-    data, settings = phase.data, phase.settings
-    named = ", ".join(f"{name} x {entry.weight:g}" for name, entry in data.mixture.items())
+    data = phase.data
+    settings = phase.settings
+    mixture = ", ".join(f"{name} x {entry.weight:g}" for name, entry in data.mixture.items())
     folder = data.path.rstrip("/").rpartition("/")[2]
-    own = "the texts that Python itself brings" if data.source is Source.embedded else folder
-    return f"`{settings.name}`, {settings.tokens} tokens in rows of {settings.seq_len}, of {named or own}"
+    source = "the texts that Python itself brings" if data.source is Source.embedded else folder
+    return f"`{settings.name}`, {settings.tokens} tokens in rows of {settings.seq_len}, of {mixture or source}"
 
 
 def _begin(special: SpecialTokens) -> str:
@@ -74,5 +75,7 @@ def _begin(special: SpecialTokens) -> str:
 
 def _versions() -> str:
     needed = ".".join(map(str, TRANSFORMERS))
-    found = installed("transformers")
-    return f"needs transformers {needed} or newer" + (f"; written with {found}" if found else "")
+    installed_version = installed("transformers")
+    return f"needs transformers {needed} or newer" + (
+        f"; written with {installed_version}" if installed_version else ""
+    )

@@ -156,10 +156,11 @@ def _faults(settings: dict[str, Any]) -> Iterator[str]:
     """Yield a message for each value of the wrong kind; missing keys are accepted."""
     for key, kind in KINDS.items():
         section, _, name = key.rpartition(".")
-        held = settings.get(section) if section else settings
-        if isinstance(held, dict) and name in held and not kind.fits(held[name]):
-            yield f"{key} is {reprlib.repr(held[name])}, must be {kind.words}"
-    layers, pattern = settings.get("layers"), settings.get("pattern")
+        section_values = settings.get(section) if section else settings
+        if isinstance(section_values, dict) and name in section_values and not kind.fits(section_values[name]):
+            yield f"{key} is {reprlib.repr(section_values[name])}, must be {kind.words}"
+    layers = settings.get("layers")
+    pattern = settings.get("pattern")
     if not isinstance(layers, dict) or not isinstance(pattern, str):
         return
     for letter, options in layers.items():

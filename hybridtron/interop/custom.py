@@ -34,7 +34,9 @@ class Custom(Native):
         return {
             "auto_map": AUTO_MAP,
             "pattern": "".join(arch.letters),
-            "layers": {k: {"kind": spec.kind, **spec.exported_options(arch.sizes)} for k, spec in by_letter.items()},
+            "layers": {
+                letter: {"kind": spec.kind, **spec.exported_options(arch.sizes)} for letter, spec in by_letter.items()
+            },
             "num_hidden_layers": len(arch.specs),
             "residual_in_fp32": model.residual_fp32,
             **multipliers_of(model),
@@ -45,6 +47,6 @@ class Custom(Native):
         return theirs["pattern"], theirs["layers"]
 
     def model(self, theirs: Settings) -> ModelConfig:
-        wide = theirs.get("residual_in_fp32", False)
+        residual_fp32 = theirs.get("residual_in_fp32", False)
         model = with_multipliers(super().model(theirs), theirs)
-        return replace(model, residual_fp32=wide, embedding_std=theirs["initializer_range"])
+        return replace(model, residual_fp32=residual_fp32, embedding_std=theirs["initializer_range"])

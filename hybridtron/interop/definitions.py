@@ -55,26 +55,26 @@ class SourceFile:
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
         tree = ast.parse(text)
         # without "from __future__ import annotations" the bytecode also looks up the names in annotations
-        evaluated = [n for n in tree.body if not (isinstance(n, ast.ImportFrom) and n.module == "__future__")]
-        code = compile(ast.Module(evaluated, []), str(path), "exec", dont_inherit=True)
-        found = SourceFile(module, text.splitlines(), {}, {}, {}, sorted(set(_globals(code))))
+        statements = [n for n in tree.body if not (isinstance(n, ast.ImportFrom) and n.module == "__future__")]
+        code = compile(ast.Module(statements, []), str(path), "exec", dont_inherit=True)
+        source = SourceFile(module, text.splitlines(), {}, {}, {}, sorted(set(_globals(code))))
         for node in tree.body:
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                    found.definitions[name] = node
+                    source.definitions[name] = node
                 case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                    found.definitions[name] = node
+                    source.definitions[name] = node
                 case ast.ImportFrom(module=str(origin)) if origin.startswith(HOME):
                     places = {a.asname or a.name: DefinedName(origin.removeprefix(HOME), a.name) for a in node.names}
-                    found.own_imports.update(places)
+                    source.own_imports.update(places)
                 case ast.Import() | ast.ImportFrom():
-                    found.foreign_imports.update({a.asname or a.name: _statement(node, a) for a in node.names})
-        return found
+                    source.foreign_imports.update({a.asname or a.name: _statement(node, a) for a in node.names})
+        return source
 
     def lines_of(self, name: str) -> range:
         """Return a definition's line numbers, decorators included."""
         node = self.definitions[name]
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
         return range(first, (node.end_lineno or first) + 1)
 
     def uses(self, name: str) -> list[Use]:
@@ -104,12 +104,16 @@ def _statement(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
 def _globals(code: CodeType) -> Iterator[Use]:
     """Yield each use of a global name in bytecode and nested code; builtins and a class's own fields are skipped."""
     instructions = list(dis.get_instructions(code))
-    fields = {each.argval for each in instructions if each.opname == "STORE_NAME" and code.co_name != "<module>"}
-    others = {*dir(builtins), "__annotations__", *fields}
-    for each in instructions:
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval not in others:
-            position: Any = each.positions
-            yield Use(each.argval, position.lineno, position.col_offset, position.end_col_offset)
+    fields = {
+        instruction.argval
+        for instruction in instructions
+        if instruction.opname == "STORE_NAME" and code.co_name != "<module>"
+    }
+    skipped_names = {*dir(builtins), "__annotations__", *fields}
+    for instruction in instructions:
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval not in skipped_names:
+            position: Any = instruction.positions
+            yield Use(instruction.argval, position.lineno, position.col_offset, position.end_col_offset)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _globals(inner)

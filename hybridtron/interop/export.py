@@ -76,28 +76,30 @@ class ExportPlan:
         """List the tensors to write. The fp32 islands (A_log, D, the bias of dt) stay in fp32 for every `dtype`."""
         planned = []
         for rule in self.target.rules(self.source.config.model):
-            asked = self.dtype or self.source.dtype(rule.ours[0])
-            planned.append(Planned(rule, torch.float32 if rule.fp32 else asked))
+            dtype = self.dtype or self.source.dtype(rule.ours[0])
+            planned.append(Planned(rule, torch.float32 if rule.fp32 else dtype))
         return planned
 
     def write(self, folder: Path, progress: Progress) -> SpecialTokens:
         """Write all files into a folder, without proving them. Raises CannotExport if the checkpoint lacks a weight."""
-        config, tensors = self.source.config, self.tensors()
+        config = self.source.config
+        tensors = self.tensors()
         if missing := sorted({key for t in tensors for key in t.rule.ours} - self.source.shapes.keys()):
             raise CannotExport(f"{self.source.folder} holds no {missing[0]}: it is not of the model in its config.yaml")
         write_weights(folder, tensors, self.shard_bytes, lambda rule: rule.to_theirs(self.source.whole), progress)
-        written = str(max({t.dtype for t in tensors if not t.rule.fp32}, key=str)).removeprefix("torch.")
-        length, tokenizer = longest_row(self.source), self.source.verified("tokenizer.json")
+        dtype_name = str(max({t.dtype for t in tensors if not t.rule.fp32}, key=str)).removeprefix("torch.")
+        length = longest_row(self.source)
+        tokenizer = self.source.verified("tokenizer.json")
         chat = self.source.meta.data.get(CHAT)
         special = write_tokenizer(folder, tokenizer, self._eos(), config.model.vocab_size, length, chat)
         tokens = special.settings()
-        types = {"dtype": written, "torch_dtype": written}
+        types = {"dtype": dtype_name, "torch_dtype": dtype_name}
         write_json(folder / "config.json", {**self.target.config(config.model, length), **types, **tokens})
         write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
         for name, code in self.target.files().items():
             (folder / name).write_bytes(code)
         (folder / "README.md").write_text(card(config, self.target, special), encoding="utf-8")
-        write_json(folder / RECORD, self._record(written))
+        write_json(folder / RECORD, self._record(dtype_name))
         return special
 
     def _eos(self) -> int | None:

@@ -65,45 +65,46 @@ class ImportFolder:
         kind = _kind(folder, settings)
         try:
             model = kind.model(settings)
-            if wrong := list(model_problems(model)):
-                raise ConfigError(wrong)
+            if problems := list(model_problems(model)):
+                raise ConfigError(problems)
             weights = Weights(folder)
             rules = [rule.as_named(weights.shapes) for rule in kind.rules(model)]
         except (KeyError, ValueError) as error:
-            why = f"has no {error}" if isinstance(error, KeyError) else str(error)
-            raise CannotImport(f"{folder / 'config.json'} {why}") from error
-        found = cls(kind, settings, model, rules, weights)
-        if faults := list(found._faults()):
+            reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            raise CannotImport(f"{folder / 'config.json'} {reason}") from error
+        imported = cls(kind, settings, model, rules, weights)
+        if faults := list(imported._faults()):
             more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
             listed = "\n  ".join([*faults[:SHOWN], *more])
             raise CannotImport(f"{folder} is not the model in its config.json:\n  {listed}")
         if not (folder / "tokenizer.json").exists():
             raise CannotImport(f"{folder} has no tokenizer.json, which a checkpoint holds: put it there")
-        return found
+        return imported
 
     def _faults(self) -> Iterator[str]:
-        wanted, held = {rule.theirs: rule.shape for rule in self.rules}, dict(self.weights.shapes)
-        if self.model.tie_embeddings and "lm_head.weight" in held:  # some files store the tied head, too
-            del held["lm_head.weight"]
+        wanted_shapes = {rule.theirs: rule.shape for rule in self.rules}
+        held_shapes = dict(self.weights.shapes)
+        if self.model.tie_embeddings and "lm_head.weight" in held_shapes:  # some files store the tied head, too
+            del held_shapes["lm_head.weight"]
             embedding = next(rule.theirs for rule in self.rules if rule.ours == ("embedding.weight",))
             if not torch.equal(self.weights.read("lm_head.weight"), self.weights.read(embedding)):
                 yield f"lm_head.weight is not {embedding}, though they are tied"
-        yield from (f"{name} is missing" for name in sorted(wanted.keys() - held.keys()))
-        yield from (f"{name} is used by no rule" for name in sorted(held.keys() - wanted.keys()))
-        for name in sorted(wanted.keys() & held.keys()):
-            if wanted[name] != held[name]:
-                yield f"{name} has shape {held[name]}, not {wanted[name]}"
+        yield from (f"{name} is missing" for name in sorted(wanted_shapes.keys() - held_shapes.keys()))
+        yield from (f"{name} is used by no rule" for name in sorted(held_shapes.keys() - wanted_shapes.keys()))
+        for name in sorted(wanted_shapes.keys() & held_shapes.keys()):
+            if wanted_shapes[name] != held_shapes[name]:
+                yield f"{name} has shape {held_shapes[name]}, not {wanted_shapes[name]}"
 
     def config(self, name: str) -> Config:
         """Build the configuration that the checkpoint stores.
 
         The data path is "unknown" and there are no phases, as an imported folder does not say how it was trained.
         """
-        narrow = self.weights.read(self.rules[0].theirs).dtype == torch.bfloat16
+        is_bf16 = self.weights.read(self.rules[0].theirs).dtype == torch.bfloat16
         return Config(
             model=self.model,
             data=DataConfig(source=DataSource.folder, path="unknown"),
-            precision=PrecisionConfig(Precision.bf16 if narrow else Precision.fp32),
+            precision=PrecisionConfig(Precision.bf16 if is_bf16 else Precision.fp32),
             run=RunConfig(name=name),
             phases=[],
         )
@@ -111,20 +112,23 @@ class ImportFolder:
     def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield (checkpoint file name, our tensors by key), reading one file's tensors at a time."""
         for number, rules in enumerate(in_parts(self.rules, lambda rule: 4 * math.prod(rule.shape), PART_BYTES)):
-            made = (rule.to_ours(self.weights.read(rule.theirs)) for rule in rules)
-            yield f"model-{number:05}.safetensors", {key: t.contiguous() for ours in made for key, t in ours.items()}
+            converted = (rule.to_ours(self.weights.read(rule.theirs)) for rule in rules)
+            yield (
+                f"model-{number:05}.safetensors",
+                {key: tensor.contiguous() for ours in converted for key, tensor in ours.items()},
+            )
 
 
 def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
     """Return the format by `architectures`, or by the keys of state-spaces/mamba, which names no class."""
     if "d_model" in settings and "n_layer" in settings:
         return Original()
-    found = {target.name: target for target in TARGETS}
+    formats = {target.name: target for target in TARGETS}
     names = settings.get("architectures") or [settings.get("model_type")]
-    if names[0] not in found:
-        known = ", ".join([*found, Original.name])
+    if names[0] not in formats:
+        known = ", ".join([*formats, Original.name])
         raise CannotImport(f"{folder / 'config.json'} says {names[0]}; known are {known}")
-    return found[names[0]]
+    return formats[names[0]]
 
 
 def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[[Checkpoint], None]) -> None:
@@ -132,7 +136,7 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
 
     Raises CannotImport if the tokenizer or its chat template can't be read.
     """
-    small = {
+    small_files = {
         "config.yaml": to_yaml(source.config(output.name)).encode(),
         "tokenizer.json": _tokenizer(folder),
     }
@@ -142,7 +146,7 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
         data[CHAT] = chat.stored()
     meta = Meta(0, 0, data, f"imported from {source.kind.name}", torch.__version__)
     with appearing(output) as temporary:
-        write_whole(temporary, meta, small, source.tensors())
+        write_whole(temporary, meta, small_files, source.tensors())
         prove(Checkpoint.open(temporary))
 
 

@@ -51,8 +51,8 @@ class ModelFormat(ABC):
 
     def groups(self, arch: Architecture) -> list[range]:
         """Return for each of its layers the indices of our sub-layers."""
-        together = 2 if self.in_pairs and arch.specs[-1].kind == "swiglu" else 1
-        return [range(first, first + together) for first in range(0, len(arch.specs), together)]
+        group_size = 2 if self.in_pairs and arch.specs[-1].kind == "swiglu" else 1
+        return [range(first, first + group_size) for first in range(0, len(arch.specs), group_size)]
 
     def names_of(self, arch: Architecture, index: int) -> SubLayerNames:
         """Return the format's names for one of our sub-layers."""
@@ -60,7 +60,8 @@ class ModelFormat(ABC):
 
     def rules(self, model: ModelConfig) -> list[TensorRule]:
         """Return the rules that convert all of a model's tensors, layer by layer."""
-        rules, arch = Rules(model), architecture(model)
+        rules = Rules(model)
+        arch = architecture(model)
         rules.add(self.embedding, "embedding.weight")
         rules.add(self.final_norm, "norm.weight")
         if not model.tie_embeddings:
@@ -115,8 +116,8 @@ class Native(ModelFormat):
 
     def model(self, theirs: Settings) -> ModelConfig:
         for key, value in self.fixed.items():
-            if (found := theirs.get(key, value)) != value:
-                raise ValueError(f"has {key}={found!r}; only {value!r} can be imported")
+            if (stated := theirs.get(key, value)) != value:
+                raise ValueError(f"has {key}={stated!r}; only {value!r} can be imported")
         pattern, layers = self.pattern(theirs)
         return ModelConfig(
             width=theirs["hidden_size"],
@@ -182,8 +183,8 @@ class NativeMamba(Native):
         return f"M*{theirs['num_hidden_layers']}", {"M": {"kind": self.kind, **to_ours(self.options, theirs)}}
 
     def model(self, theirs: Settings) -> ModelConfig:
-        wide = theirs.get("residual_in_fp32", True)  # transformers' default
-        return replace(super().model(theirs), residual_fp32=wide)
+        residual_fp32 = theirs.get("residual_in_fp32", True)  # transformers' default
+        return replace(super().model(theirs), residual_fp32=residual_fp32)
 
 
 class NativeMamba2(NativeMamba):

@@ -27,7 +27,8 @@ class Bamba(Mamba2Hybrid):
     }
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        mixers, common = halves(arch)[0], super().settings(model, arch, length)
+        mixers = halves(arch)[0]
+        common = super().settings(model, arch, length)
         return {
             **common,
             rope_parameters.PARAMETERS: {**common[rope_parameters.PARAMETERS], PART: TURNED},
@@ -36,12 +37,13 @@ class Bamba(Mamba2Hybrid):
         }
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        full = theirs.get("attn_layer_indices") or []
-        pattern = "".join("A-" if n in full else "M-" for n in range(theirs["num_hidden_layers"]))
+        attention_layers = theirs.get("attn_layer_indices") or []
+        pattern = "".join("A-" if n in attention_layers else "M-" for n in range(theirs["num_hidden_layers"]))
         return self.with_letters(pattern, theirs)
 
     def attention(self, theirs: Settings) -> Settings:
-        options, rope = super().attention(theirs), theirs.get(rope_parameters.PARAMETERS) or {}
+        options = super().attention(theirs)
+        rope = theirs.get(rope_parameters.PARAMETERS) or {}
         if (part := rope.get(PART, theirs.get(PART, TURNED))) != TURNED:
             raise ValueError(f"has {PART}={part}; only {TURNED} can be imported")
         return options | {"rotary_dim": int(options["head_dim"] * TURNED)}

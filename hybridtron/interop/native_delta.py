@@ -34,7 +34,9 @@ class DeltaHybrid(Llama):
         spec = delta_of(arch)
         key, value = spec.head_sizes(arch.sizes)
         return super().settings(model, arch, length) | {
-            "layer_types": [LINEAR if isinstance(each, GatedDeltaNetSpec) else FULL for each in halves(arch)[0]],
+            "layer_types": [
+                LINEAR if isinstance(mixer_spec, GatedDeltaNetSpec) else FULL for mixer_spec in halves(arch)[0]
+            ],
             "linear_num_key_heads": spec.num_key_heads,
             "linear_num_value_heads": spec.heads,
             "linear_key_head_dim": key,
@@ -46,8 +48,8 @@ class DeltaHybrid(Llama):
         require_known(theirs, "layer_types", self.letters)
         pattern = "".join(self.letters[name] for name in theirs["layer_types"])
         mlp = super().pattern(theirs)[1]["-"]
-        known = {"D": self.delta(theirs), "A": self.attention(theirs), "-": mlp, "+": {**mlp, "norm_after": True}}
-        return pattern, {letter: options for letter, options in known.items() if letter in pattern}
+        all_options = {"D": self.delta(theirs), "A": self.attention(theirs), "-": mlp, "+": {**mlp, "norm_after": True}}
+        return pattern, {letter: options for letter, options in all_options.items() if letter in pattern}
 
     def delta(self, theirs: Settings) -> Settings:
         """Translate config.json to our Gated DeltaNet's options."""
@@ -92,15 +94,15 @@ class OlmoHybrid(DeltaHybrid):
         return replace(rule, also=f"{layer}.{self.also[name]}.weight") if name in self.also else rule
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        turned = delta_of(arch).negative_eigenvalues
-        return super().settings(model, arch, length) | {"linear_allow_neg_eigval": turned}
+        negative_eigenvalues = delta_of(arch).negative_eigenvalues
+        return super().settings(model, arch, length) | {"linear_allow_neg_eigval": negative_eigenvalues}
 
     def positions(self, spec: AttentionSpec) -> Settings:
         return super().positions(spec) | ({"rope_theta": None} if spec.positions is None else {})
 
     def delta(self, theirs: Settings) -> Settings:
-        turned = theirs.get("linear_allow_neg_eigval", True)
-        return super().delta(theirs) | {"negative_eigenvalues": turned, "norm_eps": OLMO_HEAD_EPS}
+        negative_eigenvalues = theirs.get("linear_allow_neg_eigval", True)
+        return super().delta(theirs) | {"negative_eigenvalues": negative_eigenvalues, "norm_eps": OLMO_HEAD_EPS}
 
     def attention(self, theirs: Settings) -> Settings:
         return super().attention(theirs) | {"qk_norm": "all", "norm_after": True}
@@ -152,18 +154,20 @@ class Qwen3Next(DeltaHybrid):
         return replace(rule, blocks=heads)
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        spec, found = attention_of(arch), super().settings(model, arch, length)
-        part = spec.rotary(arch.sizes) / spec.head(arch.sizes)
-        rope = {**found["rope_parameters"], "partial_rotary_factor": part}
-        return found | {"rope_parameters": rope, "partial_rotary_factor": part, "mlp_only_layers": []}
+        spec = attention_of(arch)
+        common = super().settings(model, arch, length)
+        rotary_part = spec.rotary(arch.sizes) / spec.head(arch.sizes)
+        rope = {**common["rope_parameters"], "partial_rotary_factor": rotary_part}
+        return common | {"rope_parameters": rope, "partial_rotary_factor": rotary_part, "mlp_only_layers": []}
 
     def delta(self, theirs: Settings) -> Settings:
         return super().delta(theirs) | {"norm_eps": theirs[self.norm_eps]}
 
     def attention(self, theirs: Settings) -> Settings:
-        rope, options = theirs.get("rope_parameters") or {}, super().attention(theirs)
-        part = rope.get("partial_rotary_factor") or theirs.get("partial_rotary_factor") or 0.25
-        return options | {"rotary_dim": int(options["head_dim"] * part), "qk_norm": "head", "gate": True}
+        rope = theirs.get("rope_parameters") or {}
+        options = super().attention(theirs)
+        rotary_part = rope.get("partial_rotary_factor") or theirs.get("partial_rotary_factor") or 0.25
+        return options | {"rotary_dim": int(options["head_dim"] * rotary_part), "qk_norm": "head", "gate": True}
 
 
 def delta_of(arch: Architecture) -> GatedDeltaNetSpec:

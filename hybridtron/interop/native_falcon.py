@@ -58,10 +58,10 @@ class FalconH1(Mamba2Hybrid):
         }
 
     def model(self, theirs: Settings) -> ModelConfig:
-        found = super().model(theirs)
-        of_logits = theirs.get("lm_head_multiplier", 1.0)
+        model = super().model(theirs)
+        logits_multiplier = theirs.get("lm_head_multiplier", 1.0)
         return replace(
-            found, embedding_multiplier=theirs.get("embedding_multiplier", 1.0), logits_scaling=1 / of_logits
+            model, embedding_multiplier=theirs.get("embedding_multiplier", 1.0), logits_scaling=1 / logits_multiplier
         )
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
@@ -71,23 +71,24 @@ class FalconH1(Mamba2Hybrid):
         return f"(MA-)*{theirs['num_hidden_layers']}", layers
 
     def attention(self, theirs: Settings) -> Settings:
-        options, into = super().attention(theirs), theirs.get("attention_in_multiplier", 1.0)
-        factor = theirs.get("key_multiplier", 1.0) * into**2
+        options = super().attention(theirs)
+        input_multiplier = theirs.get("attention_in_multiplier", 1.0)
+        factor = theirs.get("key_multiplier", 1.0) * input_multiplier**2
         return options | {
             "beside": True,
             "scale": None if factor == 1 else factor * options["head_dim"] ** -0.5,
-            "output_multiplier": theirs.get("attention_out_multiplier", 1.0) * into,
+            "output_multiplier": theirs.get("attention_out_multiplier", 1.0) * input_multiplier,
         }
 
     def mamba_options(self, theirs: Settings) -> Settings:
         if theirs.get("mamba_rms_norm", False) and theirs.get("mamba_norm_before_gate", True):
             raise ValueError("has mamba_norm_before_gate=True; only False can be imported where mamba_rms_norm is True")
-        into = theirs.get("ssm_in_multiplier", 1.0)
-        by = zip(PARTS, numbers(theirs, "ssm_multipliers"), strict=True)
+        input_multiplier = theirs.get("ssm_in_multiplier", 1.0)
+        part_multipliers = zip(PARTS, numbers(theirs, "ssm_multipliers"), strict=True)
         return super().mamba_options(theirs) | {
             "heads": theirs["mamba_n_heads"],
             "norm": theirs.get("mamba_rms_norm", False),
-            "multipliers": {part: into * each for part, each in by},
+            "multipliers": {part: input_multiplier * multiplier for part, multiplier in part_multipliers},
             "output_multiplier": theirs.get("ssm_out_multiplier", 1.0),
         }
 
@@ -97,8 +98,8 @@ class FalconH1(Mamba2Hybrid):
 
 def numbers(theirs: Settings, key: str) -> list[float]:
     """Read a list of multipliers; all are 1 if the key is missing. Raises ValueError if its length is wrong."""
-    found = theirs.get(key)
-    found = [1.0] * NUMBER_OF[key] if found is None else found
-    if len(found) != NUMBER_OF[key]:
-        raise ValueError(f"has {len(found)} entries in {key}, not {NUMBER_OF[key]}")
-    return found
+    multipliers = theirs.get(key)
+    multipliers = [1.0] * NUMBER_OF[key] if multipliers is None else multipliers
+    if len(multipliers) != NUMBER_OF[key]:
+        raise ValueError(f"has {len(multipliers)} entries in {key}, not {NUMBER_OF[key]}")
+    return multipliers

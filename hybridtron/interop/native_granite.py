@@ -33,8 +33,8 @@ class Granite(Llama):
 
     def attention(self, theirs: Settings) -> Settings:
         options = super().attention(theirs)
-        usual = abs(theirs[SCALE] - options["head_dim"] ** -0.5) <= 1e-9
-        return options if usual else {**options, "scale": theirs[SCALE]}
+        is_default = abs(theirs[SCALE] - options["head_dim"] ** -0.5) <= 1e-9
+        return options if is_default else {**options, "scale": theirs[SCALE]}
 
 
 class GraniteHybrid(Granite, Mamba2Hybrid):
@@ -50,19 +50,20 @@ class GraniteHybrid(Granite, Mamba2Hybrid):
     hidden = "shared_intermediate_size"
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        found, mixers = super().settings(model, arch, length), halves(arch)[0]
+        common = super().settings(model, arch, length)
+        mixers = halves(arch)[0]
         return {
-            **found,
+            **common,
             "layer_types": ["mamba" if isinstance(spec, Mamba2Spec) else "attention" for spec in mixers],
-            "intermediate_size": found[self.hidden],
+            "intermediate_size": common[self.hidden],
             "num_experts_per_tok": 0,
             "position_embedding_type": "rope" if attention_of(arch).positions is not None else None,
         }
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
-        require_known(theirs, "layer_types", of_type)
-        return self.with_letters("".join(of_type[name] for name in theirs["layer_types"]), theirs)
+        letters_of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
+        require_known(theirs, "layer_types", letters_of_type)
+        return self.with_letters("".join(letters_of_type[name] for name in theirs["layer_types"]), theirs)
 
     def attention(self, theirs: Settings) -> Settings:
         options = super().attention(theirs)

@@ -62,21 +62,21 @@ class NemotronH(Native):
         return [self._with_both_names(rule) for rule in super().rules(model)]
 
     def _with_both_names(self, rule: TensorRule) -> TensorRule:
-        other = rule.theirs.replace("backbone.", "model.", 1)
-        return replace(rule, also=other, memory=other)
+        module_name = rule.theirs.replace("backbone.", "model.", 1)
+        return replace(rule, also=module_name, memory=module_name)
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
         mlp = next(spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec))
         attention = attention_of(arch)
         letters = {"mamba2": "M", "attention": "A", "squared_relu": "-"}
-        names = [LAYERS[letters[spec.kind]] for spec in arch.specs]
+        layer_names = [LAYERS[letters[spec.kind]] for spec in arch.specs]
         heads = mamba.num_heads(arch.sizes)
         return {
             **to_theirs(self.mamba, mamba.exported_options(arch.sizes) | {"heads": heads}),
-            TYPES: [of_layer[0] for of_layer in names],
-            PATTERN: "".join(of_layer[-1] for of_layer in names),
-            "num_hidden_layers": len(names),
+            TYPES: [type_names[0] for type_names in layer_names],
+            PATTERN: "".join(type_names[-1] for type_names in layer_names),
+            "num_hidden_layers": len(layer_names),
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.groups(),
             "head_dim": attention.head(arch.sizes),
@@ -92,9 +92,9 @@ class NemotronH(Native):
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         key = TYPES if theirs.get(TYPES) is not None else PATTERN
-        of_type = {name: letter for letter, names in LAYERS.items() for name in names}
-        require_known(theirs, key, of_type)
-        pattern = "".join(of_type[name] for name in theirs[key])
+        letter_of_type = {name: letter for letter, names in LAYERS.items() for name in names}
+        require_known(theirs, key, letter_of_type)
+        pattern = "".join(letter_of_type[name] for name in theirs[key])
         if "A" not in pattern:
             raise ValueError(f"has {key} without attention, and so transformers can't generate from a cache")
         layers = {

@@ -122,7 +122,8 @@ class Mamba2Hybrid(Llama):
         """Translate config.json to our Mamba-2's options. Raises ValueError if step sizes are limited."""
         if (limit := theirs.get("time_step_limit", NO_LIMIT[0])) not in NO_LIMIT:
             raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")
-        inner, heads = self.inner(theirs), theirs["mamba_n_heads"]
+        inner = self.inner(theirs)
+        heads = theirs["mamba_n_heads"]
         options = {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]}
         if options["head_dim"] == "auto":
             options["head_dim"] = inner // heads

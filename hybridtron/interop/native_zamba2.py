@@ -71,19 +71,19 @@ class Zamba2(Native):
 
     def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
         if not arch.specs[index].feeds_next:
-            inside = f"{layer}.mamba_decoder" if index and arch.specs[index - 1].feeds_next else layer
-            rules.add(f"{inside}.input_layernorm.weight", f"layers.{index}.norm.weight")
-            rules.add_mixer(f"{inside}.mamba", index)
+            prefix = f"{layer}.mamba_decoder" if index and arch.specs[index - 1].feeds_next else layer
+            rules.add(f"{prefix}.input_layernorm.weight", f"layers.{index}.norm.weight")
+            rules.add_mixer(f"{prefix}.mamba", index)
             return
         first = arch.letters.index(arch.letters[index])
         number = next(number for number, group in enumerate(self.groups(arch)) if first in group)
-        home = f"{self.layers}.{number}.shared_transformer"
-        rules.add_mixer(home, index, BLOCK)
+        block_prefix = f"{self.layers}.{number}.shared_transformer"
+        rules.add_mixer(block_prefix, index, BLOCK)
         rules.add_mixer(layer, index, {"linear.weight": ("linear.weight",)})
-        place = sum(spec.feeds_next for spec in arch.specs[:index])
+        use_number = sum(spec.feeds_next for spec in arch.specs[:index])
         for theirs, (A, *B) in PAIRS.items():
-            adapter = f"{theirs}_adapter_list.{place}"
-            rules.add_mixer(home, index, {f"{adapter}.0.weight": (A,), f"{adapter}.1.weight": tuple(B)})
+            adapter = f"{theirs}_adapter_list.{use_number}"
+            rules.add_mixer(block_prefix, index, {f"{adapter}.0.weight": (A,), f"{adapter}.1.weight": tuple(B)})
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
@@ -106,16 +106,19 @@ class Zamba2(Native):
         }
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        types, blocks = theirs["layers_block_type"], theirs.get("num_mem_blocks", 1)
+        types = theirs["layers_block_type"]
+        blocks = theirs.get("num_mem_blocks", 1)
         require_known(theirs, "layers_block_type", OF_TYPE)
         if len(types) != theirs["num_hidden_layers"]:
             raise ValueError(f"has {len(types)} entries in layers_block_type, not num_hidden_layers of them")
         if blocks > len(LETTERS):
             raise ValueError(f"has num_mem_blocks={blocks}; at most {len(LETTERS)} can be imported")
-        inner, heads = theirs["mamba_expand"] * theirs["hidden_size"], theirs["n_mamba_heads"]
+        inner = theirs["mamba_expand"] * theirs["hidden_size"]
+        heads = theirs["n_mamba_heads"]
         if inner % heads:
             raise ValueError(f"has n_mamba_heads={heads}, which do not divide mamba_expand x hidden_size")
-        pattern, places = "", 0
+        pattern = ""
+        places = 0
         for kind in types:
             pattern += LETTERS[places % blocks] + "M" if OF_TYPE[kind] else "M"
             places += OF_TYPE[kind]
@@ -131,12 +134,12 @@ class Zamba2(Native):
 
     def shared(self, theirs: Settings) -> Settings:
         """Translate config.json to our shared attention's options."""
-        if (keys := theirs.get("num_key_value_heads")) not in (None, theirs["num_attention_heads"]):
-            raise ValueError(f"has num_key_value_heads={keys} other than num_attention_heads")
-        turned = theirs.get("use_mem_rope", False)
+        if (kv_heads := theirs.get("num_key_value_heads")) not in (None, theirs["num_attention_heads"]):
+            raise ValueError(f"has num_key_value_heads={kv_heads} other than num_attention_heads")
+        has_positions = theirs.get("use_mem_rope", False)
         return {
             "kind": "shared_attention",
             **to_ours(self.block, theirs),
             "norm_eps": theirs[self.norm_eps],
-            "rope": rope_parameters.to_ours(theirs) if turned else NO_POSITIONS,
+            "rope": rope_parameters.to_ours(theirs) if has_positions else NO_POSITIONS,
         }

@@ -44,14 +44,14 @@ class Original(ModelFormat):
     def model(self, theirs: Settings) -> ModelConfig:
         if not theirs.get("rms_norm", True):
             raise ValueError("has rms_norm=false: its LayerNorms have biases, which our norms have not")
-        attended = set(theirs.get("attn_layer_idx") or [])
+        attention_layers = set(theirs.get("attn_layer_idx") or [])
         hidden = theirs.get("d_intermediate") or 0
         layers: dict[str, dict[str, Any]] = {"M": self._mixer(dict(theirs.get("ssm_cfg") or {}))}
-        if attended:
+        if attention_layers:
             layers["A"] = self._attention(dict(theirs["attn_cfg"]))
         if hidden:
             layers["-"] = {"kind": "swiglu", "hidden": -(-hidden // 128) * 128}
-        letters = ("A" if index in attended else "M" for index in range(theirs["n_layer"]))
+        letters = ("A" if index in attention_layers else "M" for index in range(theirs["n_layer"]))
         multiple = theirs.get("pad_vocab_size_multiple", 8)
         return ModelConfig(
             width=theirs["d_model"],
@@ -83,9 +83,10 @@ class Original(ModelFormat):
         for key, name in (("num_heads_kv", "kv_heads"), ("head_dim", "head_dim")):
             if (value := theirs.pop(key, None)) is not None:
                 spec[name] = value
-        turned, taps = theirs.pop("rotary_emb_dim", 0), theirs.pop("d_conv", 0)
-        spec |= {"rotary_dim": turned, "rope": {"base": float(theirs.pop("rotary_emb_base", 10000.0))}}
-        if not turned:
+        rotary_dim = theirs.pop("rotary_emb_dim", 0)
+        taps = theirs.pop("d_conv", 0)
+        spec |= {"rotary_dim": rotary_dim, "rope": {"base": float(theirs.pop("rotary_emb_base", 10000.0))}}
+        if not rotary_dim:
             spec |= {"rotary_dim": None, "rope": NO_POSITIONS}
         if taps:
             spec |= {"conv": taps, "conv_bias": True, "conv_silu": False}

@@ -38,25 +38,33 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
 
     Raises CannotExport if the base is another model, or peft's format can't express the adapters.
     """
-    adapters, model = source.config.model.adapters, merged(source).config.model
+    adapters = source.config.model.adapters
+    model = merged(source).config.model
     if adapters is None:
         raise CannotExport(f"{source.folder} has no adapters: leave out --base")
-    beside = ImportFolder.open(base)
-    rules = beside.kind.rules(model)
-    if strange := {rule.theirs for rule in rules} ^ {rule.theirs for rule in beside.rules}:
-        raise CannotExport(f"{base} is another model: {min(strange)} is in one of the two")
-    of_several = sorted(key for key in source.shapes if key.startswith("shared.") and is_adapter(key))
-    if of_several and beside.kind.name != SHIPPED:  # native classes share weights among layers; peft would adapt one
-        raise CannotExport(f"{of_several[0]} is of all places of a letter, and peft's of one of them: export it merged")
-    layers = {module_of(rule): made for rule in rules if (made := adapter_tensors(source, rule))}
-    changed = {module_of(rule) for rule in rules if not rule.same(rule.to_theirs(source.whole), _theirs(beside, rule))}
-    if wrong := sorted(changed & layers.keys()):
-        raise CannotExport(f"{base} has another {wrong[0]}.weight than that beside which adapters were trained")
+    base_folder = ImportFolder.open(base)
+    rules = base_folder.kind.rules(model)
+    if strange_names := {rule.theirs for rule in rules} ^ {rule.theirs for rule in base_folder.rules}:
+        raise CannotExport(f"{base} is another model: {min(strange_names)} is in one of the two")
+    shared_keys = sorted(key for key in source.shapes if key.startswith("shared.") and is_adapter(key))
+    # native classes share weights among layers; peft would adapt one
+    if shared_keys and base_folder.kind.name != SHIPPED:
+        raise CannotExport(
+            f"{shared_keys[0]} is of all places of a letter, and peft's of one of them: export it merged"
+        )
+    layers = {module_of(rule): layer_tensors for rule in rules if (layer_tensors := adapter_tensors(source, rule))}
+    changed = {
+        module_of(rule) for rule in rules if not rule.same(rule.to_theirs(source.whole), _theirs(base_folder, rule))
+    }
+    if changed_layers := sorted(changed & layers.keys()):
+        raise CannotExport(
+            f"{base} has another {changed_layers[0]}.weight than that beside which adapters were trained"
+        )
     tensors = {rule.in_memory: rule.to_theirs(source.whole) for rule in rules if module_of(rule) in changed}
-    for made in layers.values():
-        tensors |= made
-    learned = {key for rule in rules if module_of(rule) in changed for key in rule.ours}
-    tied = model.tie_embeddings and "embedding.weight" in learned
+    for layer_tensors in layers.values():
+        tensors |= layer_tensors
+    learned_keys = {key for rule in rules if module_of(rule) in changed for key in rule.ours}
+    tied = model.tie_embeddings and "embedding.weight" in learned_keys
     if tied:  # peft also reads a weight for the tied head
         tensors["lm_head.weight"] = source.whole("embedding.weight").clone()
     settings = _settings(adapters, base) | {
@@ -103,19 +111,20 @@ def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
     peft has one A per layer. If the layer fuses several of our parts, all of them must have the same A, or CannotExport
     is raised.
     """
-    held, layer = source.shapes, module_of(rule)
-    A = [source.whole(pair[0]) for part in rule.ours if (pair := adapter_pair(held, part)) is not None]
+    shapes = source.shapes
+    layer = module_of(rule)
+    A = [source.whole(pair[0]) for part in rule.ours if (pair := adapter_pair(shapes, part)) is not None]
     if not A:
         return {}
     if len(A) < len(rule.ours) or any(not torch.equal(A[0], other) for other in A[1:]):
         raise CannotExport(
             f"{rule.theirs} has an adapter for each of its parts, and peft one for all: export it merged"
         )
-    made = {f"{layer}.{DOWN}": A[0], f"{layer}.{UP}": beside(rule, "B", len(A[0])).to_theirs(source.whole)}
-    lengths = {M: _lengths(source, part, M) for part in rule.ours if (M := adapter_key(part, "M")) in held}
+    layer_tensors = {f"{layer}.{DOWN}": A[0], f"{layer}.{UP}": beside(rule, "B", len(A[0])).to_theirs(source.whole)}
+    lengths = {M: _lengths(source, part, M) for part in rule.ours if (M := adapter_key(part, "M")) in shapes}
     if lengths:
-        made[f"{layer}.{LENGTHS}"] = beside(rule, "M").to_theirs(lengths.__getitem__)
-    return made
+        layer_tensors[f"{layer}.{LENGTHS}"] = beside(rule, "M").to_theirs(lengths.__getitem__)
+    return layer_tensors
 
 
 def beside(rule: TensorRule, piece: str, *columns: int) -> TensorRule:

@@ -56,13 +56,14 @@ class AdaptedFolder(ImportFolder):
     @classmethod
     def beside(cls, folder: Path, base: ImportFolder) -> AdaptedFolder:
         """Combine an adapter folder with its base. Raises CannotImport, listing all faults."""
-        lora, adapter = lora_settings(folder), Weights(folder, OF_ADAPTER)
+        lora = lora_settings(folder)
+        adapter = Weights(folder, OF_ADAPTER)
         rules = {name: rule for rule in base.rules for name in (rule.theirs, rule.in_memory)}
         rules |= {old.theirs: new for old, new in zip(base.kind.rules(base.model), base.rules, strict=True)}
         names = {name: name.removeprefix(PREFIX) for name in adapter.shapes}
         layers = {name.rpartition(".lora_")[0] for name in names.values() if ".lora_" in name}
-        saved = {rules[name].theirs: there for there, name in names.items() if name in rules}
-        found = cls(
+        saved = {rules[name].theirs: stored_name for stored_name, name in names.items() if name in rules}
+        combined = cls(
             base.kind,
             base.settings,
             base.model,
@@ -73,12 +74,12 @@ class AdaptedFolder(ImportFolder):
             {layer: rules[f"{layer}.weight"] for layer in sorted(layers) if f"{layer}.weight" in rules},
             frozenset(saved),
         )
-        faults = [*found._strange(names), *found._wrong_layers(layers), *found._wrong_saved(saved)]
+        faults = [*combined._strange(names), *combined._wrong_layers(layers), *combined._wrong_saved(saved)]
         if faults:
             more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
             listed = "\n  ".join([*faults[:SHOWN], *more])
             raise CannotImport(f"{folder} is no adapter that we can have beside {base.weights.folder}:\n  {listed}")
-        return found
+        return combined
 
     @property
     def adapters(self) -> AdaptersConfig:
@@ -95,8 +96,11 @@ class AdaptedFolder(ImportFolder):
 
     def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield from super().tensors()
-        made = (self._beside(layer, rule).items() for layer, rule in self.adapted.items())
-        yield "model-adapters.safetensors", {key: tensor.contiguous() for one in made for key, tensor in one}
+        converted = (self._beside(layer, rule).items() for layer, rule in self.adapted.items())
+        yield (
+            "model-adapters.safetensors",
+            {key: tensor.contiguous() for adapter_items in converted for key, tensor in adapter_items},
+        )
 
     def read(self, layer: str, piece: str) -> Tensor:
         """Read one of a layer's adapter tensors; `piece` is DOWN, UP or LENGTHS."""
@@ -105,34 +109,35 @@ class AdaptedFolder(ImportFolder):
     def _beside(self, layer: str, rule: TensorRule) -> dict[str, Tensor]:
         """Convert a layer's adapter to our A, B and M, by key."""
         A = self.read(layer, DOWN)
-        made = {adapter_key(part, "A"): A.clone() for part in rule.ours}
-        made |= beside(rule, "B", self.lora.rank).to_ours(self.read(layer, UP))
+        ours = {adapter_key(part, "A"): A.clone() for part in rule.ours}
+        ours |= beside(rule, "B", self.lora.rank).to_ours(self.read(layer, UP))
         if self.lora.dora:
-            weight, lengths = self.weights.read(rule.theirs), self.read(layer, LENGTHS).float()
-            made |= beside(rule, "M").to_ours(lengths - row_lengths_of(weight, torch.float32))
-        return made
+            weight = self.weights.read(rule.theirs)
+            lengths = self.read(layer, LENGTHS).float()
+            ours |= beside(rule, "M").to_ours(lengths - row_lengths_of(weight, torch.float32))
+        return ours
 
     def _patterns(self) -> list[str]:
         """Return patterns that match the adapted weights.
 
         A weight that is adapted in every layer that has it becomes `layers.*.NAME`; others are listed one by one.
         """
-        wanted = {key for rule in self.adapted.values() for key in rule.ours}
-        there = [key for rule in self.rules for key in rule.ours]
-        short = {key: re.sub(r"^layers\.\d+\.", "layers.*.", key) for key in there}
-        lacking = {short[key] for key in there if key not in wanted}
-        return sorted({key if short[key] in lacking else short[key] for key in wanted})
+        adapted_keys = {key for rule in self.adapted.values() for key in rule.ours}
+        all_keys = [key for rule in self.rules for key in rule.ours]
+        patterns = {key: re.sub(r"^layers\.\d+\.", "layers.*.", key) for key in all_keys}
+        unadapted_patterns = {patterns[key] for key in all_keys if key not in adapted_keys}
+        return sorted({key if patterns[key] in unadapted_patterns else patterns[key] for key in adapted_keys})
 
     def _strange(self, names: Mapping[str, str]) -> Iterator[str]:
         """Yield a fault for each adapter tensor that no rule uses; a tied head is allowed."""
         known = {f"{layer}.{piece}" for layer in self.adapted for piece in self._pieces()}
         rules = (*self.rules, *self.kind.rules(self.model))
         places = {name for rule in rules for name in (rule.theirs, rule.in_memory)}
-        for there, name in names.items():
-            if not there.startswith(PREFIX):
-                yield f"{there} does not begin with {PREFIX}"
+        for stored_name, name in names.items():
+            if not stored_name.startswith(PREFIX):
+                yield f"{stored_name} does not begin with {PREFIX}"
             elif name not in known and name not in places and not (name == HEAD and self.model.tie_embeddings):
-                yield f"{there} is used by no rule"
+                yield f"{stored_name} is used by no rule"
 
     def _pieces(self) -> tuple[str, ...]:
         """Return the tensor names that each layer's adapter must have."""
@@ -153,20 +158,20 @@ class AdaptedFolder(ImportFolder):
             if rule.theirs in self.saved:
                 yield f"{layer} has an adapter, and is saved whole besides"
             rows, columns = rule.shape
-            wanted = {DOWN: (self.lora.rank, columns), UP: (rows, self.lora.rank), LENGTHS: (rows,)}
+            shapes = {DOWN: (self.lora.rank, columns), UP: (rows, self.lora.rank), LENGTHS: (rows,)}
             for piece in self._pieces():
-                held = self.adapter.shapes.get(f"{PREFIX}{layer}.{piece}")
-                if held != wanted[piece]:
-                    yield f"{layer}.{piece} {f'has shape {held}' if held else 'is missing'}, not {wanted[piece]}"
+                shape = self.adapter.shapes.get(f"{PREFIX}{layer}.{piece}")
+                if shape != shapes[piece]:
+                    yield f"{layer}.{piece} {f'has shape {shape}' if shape else 'is missing'}, not {shapes[piece]}"
 
     def _wrong_saved(self, saved: Mapping[str, str]) -> Iterator[str]:
         """Yield faults in modules saved in full; `saved` maps tensor names to names in the adapter's file."""
         shapes = {rule.theirs: rule.shape for rule in self.rules}
-        for name, there in saved.items():
-            if self.adapter.shapes[there] != shapes[name]:
-                yield f"{name} has shape {self.adapter.shapes[there]}, not {shapes[name]}"
+        for name, stored_name in saved.items():
+            if self.adapter.shapes[stored_name] != shapes[name]:
+                yield f"{name} has shape {self.adapter.shapes[stored_name]}, not {shapes[name]}"
                 return
-        names = (*saved, *(there.removeprefix(PREFIX) for there in saved.values()))
+        names = (*saved, *(stored_name.removeprefix(PREFIX) for stored_name in saved.values()))
         modules = {name.rpartition(".")[0] for name in (*names, *([HEAD] if self.model.tie_embeddings else []))}
         for module in self.lora.saved:
             if not any(f".{name}".endswith(f".{module}") for name in modules):
@@ -174,8 +179,8 @@ class AdaptedFolder(ImportFolder):
         if not self.model.tie_embeddings:
             return
         embedding = next(rule.theirs for rule in self.rules if rule.ours == ("embedding.weight",))
-        if (there := f"{PREFIX}{HEAD}") in self.adapter.shapes:
-            if not torch.equal(self.adapter.read(there), self.weights.read(embedding)):
+        if (stored_name := f"{PREFIX}{HEAD}") in self.adapter.shapes:
+            if not torch.equal(self.adapter.read(stored_name), self.weights.read(embedding)):
                 yield f"{HEAD} is not {embedding}, though they are tied"
         elif embedding in self.saved and not self.lora.tied:
             yield f"{embedding} was saved, and the head that is tied to it was not: peft keeps the base's for the head"
@@ -193,12 +198,14 @@ def adapted_folder(folder: Path, base: Path | None) -> tuple[AdaptedFolder, Path
     """
     if not (folder / CONFIG).exists():
         raise CannotImport(f"{folder} has no {CONFIG}: leave out --base")
-    named = lora_settings(folder).base
-    if base is None and not (named and Path(named).is_dir()):
-        raise CannotImport(f"{folder / CONFIG} names {named!r} as its base, which is no folder here: add --base FOLDER")
-    place = base or Path(str(named))
-    home = folder if (folder / "tokenizer.json").exists() else place
-    return AdaptedFolder.beside(folder, ImportFolder.open(place)), home
+    named_base = lora_settings(folder).base
+    if base is None and not (named_base and Path(named_base).is_dir()):
+        raise CannotImport(
+            f"{folder / CONFIG} names {named_base!r} as its base, which is no folder here: add --base FOLDER"
+        )
+    base_folder = base or Path(str(named_base))
+    tokenizer_folder = folder if (folder / "tokenizer.json").exists() else base_folder
+    return AdaptedFolder.beside(folder, ImportFolder.open(base_folder)), tokenizer_folder
 
 
 def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
@@ -209,8 +216,8 @@ def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
     """
     same_tensors(source, checkpoint)
     for layer, rule in source.adapted.items():
-        made = adapter_tensors(checkpoint, replace(rule, theirs=f"{layer}.weight", memory=""))
-        for name, tensor in made.items():
+        rebuilt = adapter_tensors(checkpoint, replace(rule, theirs=f"{layer}.weight", memory=""))
+        for name, tensor in rebuilt.items():
             _same(source, name.removeprefix(f"{layer}."), layer, tensor, rule)
     if isinstance(source.kind, Native):
         with quiet():
@@ -223,8 +230,10 @@ def _same(source: AdaptedFolder, piece: str, layer: str, made: Tensor, rule: Ten
     """Compare one rebuilt adapter tensor bit for bit; DoRA's lengths may differ by fp32 rounding."""
     theirs = source.read(layer, piece)
     if piece == LENGTHS:
-        near = ROUNDING * row_lengths_of(source.weights.read(rule.theirs), torch.float32).maximum(theirs.float().abs())
-        same = bool(((made - theirs.float()).abs() <= near).all())
+        tolerance = ROUNDING * row_lengths_of(source.weights.read(rule.theirs), torch.float32).maximum(
+            theirs.float().abs()
+        )
+        same = bool(((made - theirs.float()).abs() <= tolerance).all())
     else:
         same = made.dtype == theirs.dtype and torch.equal(made, theirs)
     if not same:
@@ -238,9 +247,10 @@ def _merged(source: AdaptedFolder, theirs: Any) -> Any:
         if rule.theirs in source.saved:
             theirs.get_parameter(rule.in_memory).copy_(source.weights.read(rule.theirs))
     for layer, rule in source.adapted.items():
-        weight, scale = theirs.get_parameter(rule.in_memory), source.lora.alpha / source.lora.rank
-        both = weight + scale * source.read(layer, UP).float() @ source.read(layer, DOWN).float()
+        weight = theirs.get_parameter(rule.in_memory)
+        scale = source.lora.alpha / source.lora.rank
+        merged_weight = weight + scale * source.read(layer, UP).float() @ source.read(layer, DOWN).float()
         if source.lora.dora:
-            both *= (source.read(layer, LENGTHS).float() / both.norm(dim=1))[:, None]
-        weight.copy_(both)
+            merged_weight *= (source.read(layer, LENGTHS).float() / merged_weight.norm(dim=1))[:, None]
+        weight.copy_(merged_weight)
     return theirs.eval()

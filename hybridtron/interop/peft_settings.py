@@ -54,7 +54,8 @@ def lora_settings(folder: Path) -> LoraSettings:
     rank = values["r"]
     # the adapter's factor is alpha / rank here; rsLoRA has alpha / sqrt(rank)
     alpha = values["lora_alpha"] * (math.sqrt(rank) if values["use_rslora"] else 1.0)
-    tied, saved = values["ensure_weight_tying"], tuple(values.get("modules_to_save") or ())
+    tied = values["ensure_weight_tying"]
+    saved = tuple(values.get("modules_to_save") or ())
     base = values.get("base_model_name_or_path")
     return LoraSettings(rank, float(alpha), float(values["lora_dropout"]), values["use_dora"], tied, saved, base)
 
@@ -63,11 +64,11 @@ def _faults(values: dict[str, Any]) -> Iterator[str]:
     if (kind := values.get("peft_type")) != "LORA":
         yield f"has peft_type {reprlib.repr(kind)}; only LORA can be imported"
         return
-    for key, wanted in READ.items():
-        if key not in values and not wanted.fits(None):
+    for key, requirement in READ.items():
+        if key not in values and not requirement.fits(None):
             yield f"has no {key}"
-        elif not wanted.fits(values.get(key)):
-            yield f"has {key} {reprlib.repr(values[key])}, must be {wanted.words}"
+        elif not requirement.fits(values.get(key)):
+            yield f"has {key} {reprlib.repr(values[key])}, must be {requirement.words}"
     if values.get("bias", "none") != "none":
         yield f"has bias {reprlib.repr(values['bias'])}, must be none: our projections have no biases"
     if (start := values.get("init_lora_weights", True)) not in KEEP_THE_BASE:

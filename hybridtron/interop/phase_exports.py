@@ -58,8 +58,8 @@ class PhaseExports:
     def _report(self, name: str, error: Exception) -> None:
         self.failed[name] = f"{type(error).__name__}: {error}"
         Failures(self.run_dir, 0).log("export", "".join(traceback.format_exception(error)))
-        again = "training continues, and the export is retried later; logs/export-0.txt has the traceback"
-        LOG.error("ERROR: the export of %s failed: %s\n%s", name, self.failed[name], again)
+        note = "training continues, and the export is retried later; logs/export-0.txt has the traceback"
+        LOG.error("ERROR: the export of %s failed: %s\n%s", name, self.failed[name], note)
 
 
 def export_phase(source: Checkpoint, output: Path, phase: ResolvedPhase) -> None:

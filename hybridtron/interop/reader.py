@@ -29,15 +29,15 @@ def read_values(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ..
 
     The file is not memory-mapped, because pages of a mapping would stay resident and count as this process's memory.
     """
-    into = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype)
     with open_regular(file) as opened:
         opened.seek(start)
-        rest = bytes_of(into)
-        while rest and (got := opened.readinto(rest)):
-            rest = rest[got:]
-    if rest:
+        unread = bytes_of(tensor)
+        while unread and (num_read := opened.readinto(unread)):
+            unread = unread[num_read:]
+    if unread:
         raise CannotImport(f"{file} ends before its last tensor")
-    return into
+    return tensor
 
 
 class WeightFiles(NamedTuple):
@@ -81,19 +81,21 @@ class Weights:
 
     def replaced(self, others: Weights, names: Mapping[str, str]) -> Weights:
         """Return a copy that reads some tensors from `others`; `names` maps names here to names there."""
-        made = copy(self)
-        made._of_name = self._of_name | {here: partial(others.read, there) for here, there in names.items()}
-        return made
+        copied = copy(self)
+        copied._of_name = self._of_name | {name: partial(others.read, other_name) for name, other_name in names.items()}
+        return copied
 
     def _files(self) -> set[Path]:
         index = self.folder / self._names.index
         if index.exists():
-            placed_in = read_object(index).get("weight_map")
-            if not isinstance(placed_in, dict) or not all(isinstance(name, str) for name in placed_in.values()):
+            files_by_tensor = read_object(index).get("weight_map")
+            if not isinstance(files_by_tensor, dict) or not all(
+                isinstance(name, str) for name in files_by_tensor.values()
+            ):
                 raise CannotImport(f"{index} has no weight_map, or one that names no files")
-            names = set(placed_in.values())
-            if strange := [name for name in names if Path(name).name != name]:
-                raise CannotImport(f"{index} names {strange[0]!r}, which is outside its folder")
+            names = set(files_by_tensor.values())
+            if outside := [name for name in names if Path(name).name != name]:
+                raise CannotImport(f"{index} names {outside[0]!r}, which is outside its folder")
             return {self.folder / name for name in names}
         single = self.folder / self._names.single
         return {single} if single.exists() else set()
@@ -109,13 +111,14 @@ class Weights:
             size = int.from_bytes(opened.read(8), "little")
             head = json.loads(opened.read(size))
         head.pop("__metadata__", None)
-        for name, one in head.items():
-            if one["dtype"] not in FLOATS:
-                wanted = f"only weights of {', '.join(FLOATS)} can be imported"
-                raise CannotImport(f"{file}: {name} is of type {one['dtype']}; {wanted}")
-            start, shape = 8 + size + one["data_offsets"][0], tuple(one["shape"])
+        for name, entry in head.items():
+            if entry["dtype"] not in FLOATS:
+                cure = f"only weights of {', '.join(FLOATS)} can be imported"
+                raise CannotImport(f"{file}: {name} is of type {entry['dtype']}; {cure}")
+            start = 8 + size + entry["data_offsets"][0]
+            shape = tuple(entry["shape"])
             self.shapes[name] = shape
-            self._of_name[name] = partial(read_values, file, start, NAMES[one["dtype"]], shape)
+            self._of_name[name] = partial(read_values, file, start, NAMES[entry["dtype"]], shape)
 
     def _add_pickled(self, file: Path) -> None:
         """Read a pickled state dict with `weights_only`, which unpickles nothing but tensors and plain containers."""

@@ -30,10 +30,10 @@ MSCALE = ("mscale", "mscale_all_dim")  # YaRN: an older form of `attention_facto
 
 def to_theirs(rope: RopeOptions) -> Settings:
     """Return the `rope_parameters` from which transformers computes the same frequencies."""
-    written: Settings = {"rope_type": rope.scale or "default", "rope_theta": rope.base}
+    parameters: Settings = {"rope_type": rope.scale or "default", "rope_theta": rope.base}
     for name in OF_SCALE.get(rope.scale or "", ()):
-        written[NAMES[name]] = getattr(rope, name)
-    return {name: value for name, value in written.items() if value is not None}
+        parameters[NAMES[name]] = getattr(rope, name)
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def to_ours(theirs: Settings) -> Settings | str:
@@ -43,13 +43,13 @@ def to_ours(theirs: Settings) -> Settings | str:
     if base is None:
         return NO_POSITIONS
     scale = rope.get("rope_type") or rope.get("type") or "default"
-    used = OF_SCALE.get(scale, ())
-    known = {*ELSEWHERE, *(NAMES[name] for name in used), *(MSCALE if scale == "yarn" else ())}
+    scale_options = OF_SCALE.get(scale, ())
+    known = {*ELSEWHERE, *(NAMES[name] for name in scale_options), *(MSCALE if scale == "yarn" else ())}
     unknown = [key for key in rope if key not in known]
-    if (scale != "default" and not used) or unknown:
-        what = f"rope_type={scale}" + "".join(f" and {key}={rope[key]!r}" for key in unknown[:1])
-        raise ValueError(f"scales its rotary positions by {what}, which we have not; we have {', '.join(OF_SCALE)}")
-    return {"base": base} if not used else {"base": base, "scale": scale, **_scaled(scale, rope, theirs)}
+    if (scale != "default" and not scale_options) or unknown:
+        scaling = f"rope_type={scale}" + "".join(f" and {key}={rope[key]!r}" for key in unknown[:1])
+        raise ValueError(f"scales its rotary positions by {scaling}, which we have not; we have {', '.join(OF_SCALE)}")
+    return {"base": base} if not scale_options else {"base": base, "scale": scale, **_scaled(scale, rope, theirs)}
 
 
 def _scaled(scale: str, rope: Settings, theirs: Settings) -> Settings:
@@ -58,24 +58,24 @@ def _scaled(scale: str, rope: Settings, theirs: Settings) -> Settings:
     Raises ValueError if a required key is missing.
     """
     needed = ("factor", "low", "high") if scale == "llama3" else ("factor",)
-    if silent := [NAMES[name] for name in needed if NAMES[name] not in rope]:
-        raise ValueError(f"scales its rotary positions by rope_type={scale} without {silent[0]}")
-    found = {name: rope[NAMES[name]] for name in OF_SCALE[scale] if rope.get(NAMES[name]) is not None}
+    if missing := [NAMES[name] for name in needed if NAMES[name] not in rope]:
+        raise ValueError(f"scales its rotary positions by rope_type={scale} without {missing[0]}")
+    options = {name: rope[NAMES[name]] for name in OF_SCALE[scale] if rope.get(NAMES[name]) is not None}
     if scale == "linear":
-        return found
+        return options
     # some models have this key at the top level of config.json, which takes precedence
-    found["original"] = theirs.get(LENGTH) or found.get("original") or theirs["max_position_embeddings"]
+    options["original"] = theirs.get(LENGTH) or options.get("original") or theirs["max_position_embeddings"]
     if scale == "llama3":
-        return found
-    if "factor" not in found:
-        found["factor"] = theirs["max_position_embeddings"] / found["original"]
-    if "attention" not in found and all(rope.get(name) for name in MSCALE):
-        found["attention"] = _of_mscale(rope, found["factor"])
-    return found
+        return options
+    if "factor" not in options:
+        options["factor"] = theirs["max_position_embeddings"] / options["original"]
+    if "attention" not in options and all(rope.get(name) for name in MSCALE):
+        options["attention"] = _of_mscale(rope, options["factor"])
+    return options
 
 
 def _of_mscale(rope: Mapping[str, float], factor: float) -> float:
     """Compute YaRN's attention factor from `mscale` and `mscale_all_dim`, as transformers does."""
-    one = RopeOptions(scale="yarn", factor=factor).attention_factor - 1
-    above, below = (rope[name] * one + 1 for name in MSCALE)
-    return above / below
+    log_term = RopeOptions(scale="yarn", factor=factor).attention_factor - 1
+    numerator, denominator = (rope[name] * log_term + 1 for name in MSCALE)
+    return numerator / denominator

@@ -56,16 +56,16 @@ class TensorRule:
     def to_theirs(self, read: Callable[[str], Tensor]) -> Tensor:
         """Build the other format's tensor from our tensors; `read` returns one by its key."""
         parts = [read(key).unflatten(0, (self.blocks, -1)) for key in self.ours]
-        made = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(self.shape)
-        return made.float() - 1 if self.less_one else made
+        fused = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(self.shape)
+        return fused.float() - 1 if self.less_one else fused
 
     def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
         """Split the other format's tensor into our tensors by key; converted to fp32 if the rule says so."""
-        rest = self.shape[2:] if self.theirs.endswith(CONVOLUTION) else self.shape[1:]
+        other_axes = self.shape[2:] if self.theirs.endswith(CONVOLUTION) else self.shape[1:]
         parts = theirs.unflatten(0, (self.blocks, -1)).split([rows // self.blocks for rows in self.rows], dim=1)
-        ours = {key: part.reshape(-1, *rest) for key, part in zip(self.ours, parts, strict=True)}
-        wide = {key: part.float() for key, part in ours.items()} if self.fp32 else ours
-        return {key: part + 1 for key, part in wide.items()} if self.less_one else wide
+        ours = {key: part.reshape(-1, *other_axes) for key, part in zip(self.ours, parts, strict=True)}
+        converted = {key: part.float() for key, part in ours.items()} if self.fp32 else ours
+        return {key: part + 1 for key, part in converted.items()} if self.less_one else converted
 
     def same(self, made: Tensor, theirs: Tensor) -> bool:
         """Compare a rebuilt tensor with the original: bit for bit, or within fp32 rounding if `less_one` is set."""
@@ -84,7 +84,7 @@ class Rules:
     def __init__(self, model: ModelConfig) -> None:
         table = parameter_table(model)
         self._arch = architecture(model)
-        self.shapes = {k: shape for name, weight in table.items() for k, shape in weight.stored(name).items()}
+        self.shapes = {key: shape for name, weight in table.items() for key, shape in weight.stored(name).items()}
         self._fp32 = {name for name, weight in table.items() if weight.fp32}
         self._rules: list[TensorRule] = []
         self._used: set[str] = set()

@@ -30,17 +30,18 @@ from hybridtron.regular_files import read_regular
 
 def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof:
     """Compare an export with its checkpoint on sampled layers. Raises NotTheSame if logits or tokens differ."""
-    whole = checkpoint.config.model
-    taken = sampled(architecture(whole), target)
-    model = part_of(whole, taken)
-    theirs, weights = _names_in_the_folder(whole, model, taken, target), Weights(folder)
-    if missing := sorted(set(theirs.values()) - weights.shapes.keys()):
+    full_model = checkpoint.config.model
+    taken = sampled(architecture(full_model), target)
+    model = part_of(full_model, taken)
+    names_in_folder = _names_in_the_folder(full_model, model, taken, target)
+    weights = Weights(folder)
+    if missing := sorted(set(names_in_folder.values()) - weights.shapes.keys()):
         raise NotTheSame(f"{folder} has no {missing[0]}")
     with tempfile.TemporaryDirectory() as place:
         temporary = Path(place)
-        tensors = {name: weights.read(in_folder).contiguous() for name, in_folder in theirs.items()}
+        tensors = {name: weights.read(in_folder).contiguous() for name, in_folder in names_in_folder.items()}
         save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
-        write_json(temporary / "config.json", _settings(folder, whole, model, target))
+        write_json(temporary / "config.json", _settings(folder, full_model, model, target))
         for name in target.files():
             (temporary / name).write_bytes(read_regular(folder / name, LARGEST))
         return same_model(temporary, model, _ours(checkpoint, model, taken))
@@ -57,7 +58,7 @@ def sampled(arch: Architecture, target: Native) -> list[int]:
     sharing = {kind for kind, group in zip(kinds, groups, strict=True) if arch.shared_names(arch.letters[group[0]])}
     chosen = {kinds.index(kind) for kind in kinds}
     chosen |= {len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds if kind not in sharing}
-    chosen |= {[n for n, each in enumerate(kinds) if each == kind][:2][-1] for kind in sharing}
+    chosen |= {[n for n, other in enumerate(kinds) if other == kind][:2][-1] for kind in sharing}
     return [index for number in sorted(chosen) for index in groups[number]]
 
 
@@ -86,14 +87,15 @@ def _names_in_the_folder(whole: ModelConfig, part: ModelConfig, taken: list[int]
 
 def _of_whole(name: str, taken: list[int]) -> str:
     """Translate one of our weight names from the sampled to the full model: layer n there is layer taken[n]."""
-    return re.sub(r"^layers\.(\d+)", lambda found: f"layers.{taken[int(found[1])]}", name)
+    return re.sub(r"^layers\.(\d+)", lambda match: f"layers.{taken[int(match[1])]}", name)
 
 
 def _settings(folder: Path, whole: ModelConfig, part: ModelConfig, target: Native) -> dict[str, object]:
     """Read the folder's config.json, with the values that differ in a model with fewer layers."""
     settings = read_object(folder / "config.json")
-    of_whole, of_part = target.config(whole, 1), target.config(part, 1)
-    return settings | {key: value for key, value in of_part.items() if of_whole.get(key) != value}
+    full_settings = target.config(whole, 1)
+    part_settings = target.config(part, 1)
+    return settings | {key: value for key, value in part_settings.items() if full_settings.get(key) != value}
 
 
 def _ours(checkpoint: Checkpoint, model: ModelConfig, taken: list[int]) -> LanguageModel:

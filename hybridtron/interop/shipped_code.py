@@ -95,7 +95,8 @@ def is_shipped(files: Mapping[str, bytes]) -> bool:
 
 def provide(package: str) -> None:
     """Make the generated file importable as a module in `package`, without writing it to disk."""
-    name, text = f"{package}.{GENERATED}", mixers_file()
+    name = f"{package}.{GENERATED}"
+    text = mixers_file()
     sys.modules[name] = module = module_from_spec(ModuleSpec(name, None))
     file = f"<{name}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # so that tracebacks show its lines
@@ -137,8 +138,8 @@ def _resolved(module: str, name: str) -> DefinedName | None:
     source = SourceFile.of(module)
     if name in source.own_imports:
         place = source.own_imports[name]
-        in_itself = place == (module, name)  # `from hybridtron.ops.scan import reference` in that folder: a file
-        return None if in_itself or place.module in STAND_INS else _resolved(*place)
+        is_submodule = place == (module, name)  # `from hybridtron.ops.scan import reference` in that folder: a file
+        return None if is_submodule or place.module in STAND_INS else _resolved(*place)
     if (op := source.call(name, "Op")) is not None:
         return _implementation(module, name, op)
     return DefinedName(module, name) if name in source.definitions else None
@@ -149,33 +150,33 @@ def _implementation(module: str, name: str, op: ast.Call) -> DefinedName | None:
     reference, *others = [node for node in ast.walk(op) if isinstance(node, ast.Attribute)]
     if name not in IMPLEMENTATIONS:
         return _resolved(f"{module}.{ast.unparse(reference.value)}", reference.attr)
-    for each in others:
-        file = f"{module}.{ast.unparse(each.value)}"
-        made = SourceFile.of(file).call(each.attr, "Implementation")
-        if made is not None and ast.literal_eval(made.args[0]) == IMPLEMENTATIONS[name]:
-            return _resolved(file, ast.unparse(made.args[1]))
+    for attribute in others:
+        file = f"{module}.{ast.unparse(attribute.value)}"
+        implementation = SourceFile.of(file).call(attribute.attr, "Implementation")
+        if implementation is not None and ast.literal_eval(implementation.args[0]) == IMPLEMENTATIONS[name]:
+            return _resolved(file, ast.unparse(implementation.args[1]))
     raise NotShippable(f"{name} has no implementation {IMPLEMENTATIONS[name]}")
 
 
 def _closure(wanted: Iterable[DefinedName]) -> list[DefinedName]:
     """Return the wanted definitions and their dependencies, file by file, each file after its imports."""
-    found: set[DefinedName] = set()
-    waiting = [place for each in wanted if (place := _resolved(*each)) is not None]
+    reached: set[DefinedName] = set()
+    waiting = [place for defined_name in wanted if (place := _resolved(*defined_name)) is not None]
     while waiting:
         place = waiting.pop()
-        if place in found:
+        if place in reached:
             continue
-        found.add(place)
+        reached.add(place)
         for use in SourceFile.of(place.module).uses(place.name):
-            if (used := _resolved(place.module, use.name)) is not None:
-                waiting.append(used)
+            if (definition := _resolved(place.module, use.name)) is not None:
+                waiting.append(definition)
             else:
                 _check_foreign(place, use)
     order: list[str] = []
     entered: set[str] = set()
-    for module in sorted({place.module for place in found}):
+    for module in sorted({place.module for place in reached}):
         _after_imports(module, order, entered)
-    return [DefinedName(m, n) for m in order for n in SourceFile.of(m).definitions if (m, n) in found]
+    return [DefinedName(m, n) for m in order for n in SourceFile.of(m).definitions if (m, n) in reached]
 
 
 def _after_imports(module: str, order: list[str], entered: set[str]) -> None:
@@ -191,7 +192,8 @@ def _after_imports(module: str, order: list[str], entered: set[str]) -> None:
 
 def _check_foreign(place: DefinedName, use: Use) -> None:
     """Raise NotShippable unless a name comes from a stand-in, from torch or from Python's standard library."""
-    source, where = SourceFile.of(place.module), f"hybridtron/{place.module.replace('.', '/')}.py: {place.name}"
+    source = SourceFile.of(place.module)
+    where = f"hybridtron/{place.module.replace('.', '/')}.py: {place.name}"
     if use.name in source.own_imports:
         module, name = source.own_imports[use.name]
         if module in STAND_INS:
@@ -215,44 +217,45 @@ def _names(places: list[DefinedName]) -> dict[DefinedName, str]:
     `_reference`. Names that would occur twice get their file's path as a suffix.
     """
     folders = {place.module.rpartition(".")[0] for place in places if place.module.count(".") > 1}
-    chosen = {_resolved(folder, op): op for folder in folders for op in IMPLEMENTATIONS}
-    wanted = {place: chosen.get(place, place.name) for place in places}
+    op_names = {_resolved(folder, op): op for folder in folders for op in IMPLEMENTATIONS}
+    wanted = {place: op_names.get(place, place.name) for place in places}
     references = [place for place in places if place.name in IMPLEMENTATIONS]
     wanted |= {place: f"{place.name}_reference" for place in references}
-    taken = Counter([*wanted.values(), *_imported(places)])
-    return {p: f"{name}_of_{p.module.replace('.', '_')}" if taken[name] > 1 else name for p, name in wanted.items()}
+    counts = Counter([*wanted.values(), *_imported(places)])
+    return {p: f"{name}_of_{p.module.replace('.', '_')}" if counts[name] > 1 else name for p, name in wanted.items()}
 
 
 def _imported(places: list[DefinedName]) -> dict[str, str]:
     """Map each name that the generated file imports to its import statement."""
-    found: dict[str, str] = {}
+    statements: dict[str, str] = {}
     for module, name in places:
         source = SourceFile.of(module)
         for use in source.uses(name):
-            if (own := source.own_imports.get(use.name)) is not None and own.module in STAND_INS:
-                found[use.name] = f"from .{STAND_INS[own.module]} import {own.name}"
+            if (origin := source.own_imports.get(use.name)) is not None and origin.module in STAND_INS:
+                statements[use.name] = f"from .{STAND_INS[origin.module]} import {origin.name}"
             elif use.name in source.foreign_imports:
-                found[use.name] = source.foreign_imports[use.name]
-    return found
+                statements[use.name] = source.foreign_imports[use.name]
+    return statements
 
 
 def _imports(places: list[DefinedName]) -> list[str]:
     """Return the generated file's import statements, one for each module."""
-    together: dict[str, list[str]] = {}
+    names_by_module: dict[str, list[str]] = {}
     for statement in sorted(set(_imported(places).values())):
         module, _, name = statement.partition(" import ")
-        together.setdefault(module, []).extend([name] * bool(name))
-    return [f"{module} import {', '.join(names)}" if names else module for module, names in together.items()]
+        names_by_module.setdefault(module, []).extend([name] * bool(name))
+    return [f"{module} import {', '.join(names)}" if names else module for module, names in names_by_module.items()]
 
 
 def _text(place: DefinedName, names: dict[DefinedName, str]) -> str:
     """Return a definition's source text, with its own and other definitions' names replaced by those in `names`."""
     source = SourceFile.of(place.module)
-    lines, own = list(source.lines), source.lines_of(place.name)
+    lines = list(source.lines)
+    line_numbers = source.lines_of(place.name)
     for use in sorted(source.uses(place.name), key=lambda use: (use.line, use.start), reverse=True):
-        if (used := _resolved(place.module, use.name)) is not None:
+        if (definition := _resolved(place.module, use.name)) is not None:
             line = lines[use.line - 1].encode()  # ast counts columns in bytes
-            lines[use.line - 1] = (line[: use.start] + names[used].encode() + line[use.end :]).decode()
-    at = source.definitions[place.name].lineno - 1
-    lines[at] = re.sub(rf"^(def |class |){place.name}\b", rf"\g<1>{names[place]}", lines[at])
-    return "\n".join(lines[own.start - 1 : own.stop - 1]) + "\n"
+            lines[use.line - 1] = (line[: use.start] + names[definition].encode() + line[use.end :]).decode()
+    first_line = source.definitions[place.name].lineno - 1
+    lines[first_line] = re.sub(rf"^(def |class |){place.name}\b", rf"\g<1>{names[place]}", lines[first_line])
+    return "\n".join(lines[line_numbers.start - 1 : line_numbers.stop - 1]) + "\n"

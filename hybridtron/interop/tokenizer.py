@@ -63,9 +63,13 @@ def write_tokenizer(
         values |= {"pad_token": names[pad]} if pad in names else {}
         if chat is not None:
             template = ChatTemplate.of_stored(chat)
-            named = {name: token for name, token in template.tokens if token in ids}
+            chat_tokens = {name: token for name, token in template.tokens if token in ids}
             values.pop("bos_token", None)  # a template without a bos token must render none
-            values = named | values | {name: named[name] for name in ("bos_token", "eos_token") if name in named}
+            values = (
+                chat_tokens
+                | values
+                | {name: chat_tokens[name] for name in ("bos_token", "eos_token") if name in chat_tokens}
+            )
             (folder / "chat_template.jinja").write_text(template.text, encoding="utf-8")
     (folder / "tokenizer.json").write_bytes(stored)
     write_json(folder / "tokenizer_config.json", values)
@@ -75,11 +79,11 @@ def write_tokenizer(
 def _with_pad(stored: bytes, vocab_size: int) -> tuple[bytes, dict[str, int]]:
     """Add a pad token if there is none and an id is free; returns the tokenizer.json and all tokens' ids."""
     ids = read_tokenizer(stored).get_vocab(with_added_tokens=True)
-    free = max((number + 1 for number in ids.values()), default=0)
-    if any(token in ids for token in KNOWN_PADS) or free >= vocab_size:
+    free_id = max((number + 1 for number in ids.values()), default=0)
+    if any(token in ids for token in KNOWN_PADS) or free_id >= vocab_size:
         return stored, ids
     values: dict[str, Any] = json.loads(stored)
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = {"id": free, "content": PAD, **plain, "special": True}
-    values["added_tokens"] = [*(values.get("added_tokens") or []), added]
-    return json.dumps(values, ensure_ascii=False, indent=2).encode(), ids | {PAD: free}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    pad_entry = {"id": free_id, "content": PAD, **flags, "special": True}
+    values["added_tokens"] = [*(values.get("added_tokens") or []), pad_entry]
+    return json.dumps(values, ensure_ascii=False, indent=2).encode(), ids | {PAD: free_id}

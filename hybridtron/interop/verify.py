@@ -73,8 +73,8 @@ def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
         theirs = loaded(folder, target.proven_with)
         if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
             raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, the checkpoint has not")
-        kept = {key for rule in target.rules(model) if rule.fp32 for key in rule.ours}
-        return same_answers(folder, theirs, in_fp32(ours, DTYPES[settings["dtype"]], kept), model)
+        fp32_keys = {key for rule in target.rules(model) if rule.fp32 for key in rule.ours}
+        return same_answers(folder, theirs, in_fp32(ours, DTYPES[settings["dtype"]], fp32_keys), model)
 
 
 def same_answers(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> Proof:
@@ -102,16 +102,16 @@ def _same_logits(folder: Path, theirs: Any, ours: LanguageModel, model: ModelCon
     Raises NotTheSame if it exceeds the tolerance.
     """
     tokens_BL = torch.randint(model.vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
-    expected = ours(tokens_BL, None, SeqInfo.stream(2, length)).output.transpose(0, 1)
-    found = theirs(tokens_BL).logits
-    if found.shape != expected.shape:
-        raise NotTheSame(f"{folder} answers logits of shape {tuple(found.shape)}, not {tuple(expected.shape)}")
-    apart = _apart(found, expected)
+    expected_BLV = ours(tokens_BL, None, SeqInfo.stream(2, length)).output.transpose(0, 1)
+    logits_BLV = theirs(tokens_BL).logits
+    if logits_BLV.shape != expected_BLV.shape:
+        raise NotTheSame(f"{folder} answers logits of shape {tuple(logits_BLV.shape)}, not {tuple(expected_BLV.shape)}")
+    difference = _apart(logits_BLV, expected_BLV)
     allowed = _allowed(model, length)
-    if not apart <= allowed:
-        much = f"{apart:.1e} of the largest apart (at most {allowed:g})"
-        raise NotTheSame(f"{folder}: logits of {length} tokens are {much}; {_parting(theirs, ours, tokens_BL)}")
-    return apart
+    if not difference <= allowed:
+        excess = f"{difference:.1e} of the largest apart (at most {allowed:g})"
+        raise NotTheSame(f"{folder}: logits of {length} tokens are {excess}; {_parting(theirs, ours, tokens_BL)}")
+    return difference
 
 
 def _allowed(model: ModelConfig, length: int) -> float:
@@ -132,29 +132,30 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     A layer may be several of our sub-layers, so our streams are compared at the ends of its layers only.
     """
     streams: list[Tensor] = []
-    of_residuals: list[Tensor] = []
+    residual_streams: list[Tensor] = []
 
     def note(layer: torch.nn.Module, given: tuple[Any, ...], out: ResidualOut) -> None:
         if isinstance(layer, Beside):
             streams.append(streams[-1] + out.stream.newest_LBD)
-            of_residuals[-1] = streams[-1]
+            residual_streams[-1] = streams[-1]
             return
         streams.append(out.stream.added())
-        of_residuals.extend(streams[-1:] if isinstance(layer, Residual) else ())
+        residual_streams.extend(streams[-1:] if isinstance(layer, Residual) else ())
 
     hooks = [layer.register_forward_hook(note) for layer in ours.layers.values()]
     batch, length = tokens_BL.shape
     ours(tokens_BL, None, SeqInfo.stream(batch, length))
     for hook in hooks:
         hook.remove()
-    found = theirs(tokens_BL, output_hidden_states=True).hidden_states
-    if len(streams) != len(found) - 1:  # feeders and parallel branches have no layer of their own in transformers
-        streams = of_residuals
-    together = len(streams) // (len(found) - 1)
+    hidden_states = theirs(tokens_BL, output_hidden_states=True).hidden_states
+    # feeders and parallel branches have no layer of their own in transformers
+    if len(streams) != len(hidden_states) - 1:
+        streams = residual_streams
+    sub_layers_per_layer = len(streams) // (len(hidden_states) - 1)
     embedded_BLD = multiplied(ours.embedding(tokens_BL), ours.embedding_multiplier).transpose(0, 1)
-    first = 1 if _apart(found[0], embedded_BLD) <= TOLERANCE else 0  # Mamba's classes leave the embedding out
-    for layer, stream in enumerate(found[first:-1]):  # the last hidden state is after the final norm
-        if not _apart(stream, streams[(layer + 1) * together - 1].transpose(0, 1)) <= TOLERANCE:
+    first = 1 if _apart(hidden_states[0], embedded_BLD) <= TOLERANCE else 0  # Mamba's classes leave the embedding out
+    for layer, stream in enumerate(hidden_states[first:-1]):  # the last hidden state is after the final norm
+        if not _apart(stream, streams[(layer + 1) * sub_layers_per_layer - 1].transpose(0, 1)) <= TOLERANCE:
             return f"the streams part in layer {layer}"
     return "the streams part in the last layer, or behind it"
 
@@ -198,16 +199,16 @@ def brings_our_code(folder: Path) -> bool:
     files = {path.relative_to(folder).as_posix(): read_regular(path, LARGEST) for path in sorted(folder.rglob("*.py"))}
     if not is_shipped(files):
         ours = shipped_code()
-        other = [name for name in files.keys() | ours.keys() if files.get(name) != ours.get(name)]
-        raise NotTheSame(f"{folder / min(other)} is not this version's or an earlier one's, and is not run")
+        changed_files = [name for name in files.keys() | ours.keys() if files.get(name) != ours.get(name)]
+        raise NotTheSame(f"{folder / min(changed_files)} is not this version's or an earlier one's, and is not run")
     return True
 
 
 def in_fp32(model: LanguageModel, dtype: torch.dtype, kept: Collection[str] = ()) -> LanguageModel:
     """Cast a model to fp32 after rounding its weights to `dtype`; weights named in `kept` are not rounded."""
-    exact = {name: weight.data for name, weight in model.named_parameters() if name in kept}
+    exact_weights = {name: weight.data for name, weight in model.named_parameters() if name in kept}
     model = model.cast(dtype).cast(torch.float32).eval()
-    for name, value in exact.items():
+    for name, value in exact_weights.items():
         model.get_parameter(name).data = value.float()
     return model
 
@@ -230,7 +231,9 @@ def lengths_of(model: ModelConfig) -> tuple[int, ...]:
 def _span_chunks(model: ModelConfig) -> set[int]:
     """Return the chunk sizes of span attention that also retrieves blocks at evaluation; empty without it."""
     specs = architecture(model).specs
-    return {max(s.chunks()) for s in specs if isinstance(s, SpanSpec) and s.eval == "span" and s.retrieves}
+    return {
+        max(spec.chunks()) for spec in specs if isinstance(spec, SpanSpec) and spec.eval == "span" and spec.retrieves
+    }
 
 
 def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> None:
@@ -238,13 +241,13 @@ def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: Mo
     length = max(7, max(_span_chunks(model), default=0) - NEW_TOKENS // 2)
     prompt_BL = torch.randint(model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     expected: Tensor = generate(ours, prompt_BL, NEW_TOKENS, temperature=0, seed=0)
-    made = theirs.generate(
+    generated_BL = theirs.generate(
         prompt_BL, attention_mask=torch.ones_like(prompt_BL), max_new_tokens=NEW_TOKENS, do_sample=False,
         eos_token_id=None, pad_token_id=0, use_cache=not _has_floors(model) and not takes_former_cache(theirs),
     )  # fmt: skip
-    found: Sequence[int] = made[0, prompt_BL.shape[1] :].tolist()
-    if found != expected[0].tolist():
-        raise NotTheSame(f"{folder} continues with {found}, not {expected[0].tolist()}")
+    continuation: Sequence[int] = generated_BL[0, prompt_BL.shape[1] :].tolist()
+    if continuation != expected[0].tolist():
+        raise NotTheSame(f"{folder} continues with {continuation}, not {expected[0].tolist()}")
 
 
 def _has_floors(model: ModelConfig) -> bool:
@@ -260,9 +263,9 @@ def takes_former_cache(theirs: Any) -> bool:
     """
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
-    renamed = "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
+    is_renamed = "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
     parameters = inspect.signature(theirs.forward).parameters
-    return renamed and "past_key_values" in parameters and "cache" not in parameters
+    return is_renamed and "past_key_values" in parameters and "cache" not in parameters
 
 
 @contextmanager
@@ -270,12 +273,13 @@ def quiet() -> Iterator[None]:
     """Silence transformers' warnings of slow paths and missing kernels, and its progress bars, within a block."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    had_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if bars:
+        if had_bars:
             logging.enable_progress_bar()

@@ -50,7 +50,9 @@ def write_weights(
     `largest` gets a shard to itself.
     """
     shards = in_parts(tensors, lambda tensor: tensor.size, largest)
-    total, done, where = sum(tensor.size for tensor in tensors), 0, {}
+    total = sum(tensor.size for tensor in tensors)
+    done = 0
+    files_by_tensor = {}
     values = prefetched(made(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -58,7 +60,7 @@ def write_weights(
             write(memoryview(head_of(((t.rule.theirs, t.dtype, t.rule.shape) for t in shard), {"format": "pt"})))
             for tensor, value in zip(shard, values, strict=False):
                 write(bytes_of(value))
-                where[tensor.rule.theirs] = name
+                files_by_tensor[tensor.rule.theirs] = name
                 done += tensor.size
                 progress(done, total)
     if len(shards) > 1:
@@ -67,7 +69,7 @@ def write_weights(
             folder / INDEX,
             {
                 "metadata": {"total_parameters": parameters, "total_size": total},
-                "weight_map": dict(sorted(where.items())),
+                "weight_map": dict(sorted(files_by_tensor.items())),
             },
         )
 

@@ -70,23 +70,23 @@ def interleaved(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dic
 
     A form that returns `Seconds` has timed itself, so that its preparation is left out.
     """
-    found: dict[Place, list[float]] = {name: [] for name in forms}
+    durations: dict[Place, list[float]] = {name: [] for name in forms}
     for name, run in forms.items():
         first = _seconds(run)
         if first > SLOW:
-            found[name].append(first)
+            durations[name].append(first)
     for _ in range(rounds):
         for name, run in forms.items():
-            if len(found[name]) < rounds:
-                found[name].append(_seconds(run))
-    return {name: Timing(tuple(seconds)) for name, seconds in found.items()}
+            if len(durations[name]) < rounds:
+                durations[name].append(_seconds(run))
+    return {name: Timing(tuple(seconds)) for name, seconds in durations.items()}
 
 
 def _seconds(run: Callable[[], object]) -> float:
     start = now()
-    own = run()
+    result = run()
     end = now()
-    return own if isinstance(own, Seconds) else end - start
+    return result if isinstance(result, Seconds) else end - start
 
 
 def now() -> float:
@@ -137,9 +137,9 @@ class BenchReport:
     def sweep(self, forms: Mapping[Place, Mapping[str, Callable[[], object]]]) -> dict[Place, Timings]:
         """Time all forms at all places (lengths, models) in turns, because places are compared as well."""
         every = {(place, name): run for place, runs in forms.items() for name, run in runs.items()}
-        found = interleaved(every, self.repetitions)
-        self.console += [f"{place}, {name}: {timing}" for (place, name), timing in found.items()]
-        return {place: Timings({name: found[place, name] for name in runs}) for place, runs in forms.items()}
+        timed = interleaved(every, self.repetitions)
+        self.console += [f"{place}, {name}: {timing}" for (place, name), timing in timed.items()]
+        return {place: Timings({name: timed[place, name] for name in runs}) for place, runs in forms.items()}
 
     def timed(self, forms: Mapping[str, Callable[[], object]]) -> Timings:
         """Time these forms in turns, at one place."""
@@ -160,11 +160,11 @@ class BenchReport:
         columns.
         """
         forms = " / ".join(max(measured.values(), key=len))
-        header = (place, *(f"{form} / {other}" for form, other in pairs), *more, f"median over fastest, {forms}")
+        header = (place, *(f"{form} / {base}" for form, base in pairs), *more, f"median over fastest, {forms}")
         cells = []
-        for index, (where, timings) in enumerate(measured.items()):
-            found = [times(timings.ratio(*pair)) if timings.keys() >= set(pair) else "" for pair in pairs]
-            cells.append((str(where), *found, *(column[index] for column in more.values()), timings.spreads))
+        for index, (row_place, timings) in enumerate(measured.items()):
+            ratios = [times(timings.ratio(*pair)) if timings.keys() >= set(pair) else "" for pair in pairs]
+            cells.append((str(row_place), *ratios, *(column[index] for column in more.values()), timings.spreads))
         self.table(title, header, cells)
 
     def at_least(self, text: str, limit: float, value: float) -> None:
@@ -181,8 +181,8 @@ def times(ratio: float) -> str:
 
 def per_token(measured: Mapping[int, Timings], form: str) -> list[str]:
     """Return a form's time per token at each length, relative to the first length."""
-    found = [timings[form].fastest / length for length, timings in measured.items()]
-    return [times(one / found[0]) for one in found]
+    per_length = [timings[form].fastest / length for length, timings in measured.items()]
+    return [times(seconds / per_length[0]) for seconds in per_length]
 
 
 def difference(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
@@ -251,5 +251,5 @@ def processor() -> str:
 
 def versions() -> str:
     """Return Python's version and those of the compared packages."""
-    found = (f"{name} {installed(name) or 'not installed'}" for name in VERSIONS)
-    return ", ".join([f"Python {platform.python_version()}", *found])
+    packages = (f"{name} {installed(name) or 'not installed'}" for name in VERSIONS)
+    return ", ".join([f"Python {platform.python_version()}", *packages])

@@ -36,16 +36,19 @@ def measure_memory(
         waiting = {
             length: {form: pool.submit(added_by, prepared, form, length, sizes) for form in forms} for length in lengths
         }
-        peaks = {length: {form: one.result() for form, one in of_forms.items()} for length, of_forms in waiting.items()}
+        peaks = {
+            length: {form: measurement.result() for form, measurement in of_forms.items()}
+            for length, of_forms in waiting.items()
+        }
     cells = [
         (
             f"{length}",
             *(f"{peak / MIB:,.1f}" for peak in of_forms.values()),
-            *(times(of_forms[forms[0]] / of_forms[other]) for other in forms[1:]),
+            *(times(of_forms[forms[0]] / of_forms[compared]) for compared in forms[1:]),
         )
         for length, of_forms in peaks.items()
     ]
-    header = ("tokens", *(f"{form}, MiB" for form in forms), *(f"{forms[0]} / {other}" for other in forms[1:]))
+    header = ("tokens", *(f"{form}, MiB" for form in forms), *(f"{forms[0]} / {compared}" for compared in forms[1:]))
     report.table("peak memory", header, cells)
     report.notes.append("peak memory is what a call adds to a fresh process that holds its inputs")
     return peaks

@@ -44,8 +44,8 @@ from hybridtron.proving.audit.sharing_bugs import SHARING_BUGS
 def injected(name: str | None) -> Iterator[None]:
     """Patch the bug of this name into the product while the block runs; None patches nothing."""
     with ExitStack() as stack:
-        for where, instead in ({} if name is None else BUGS[name].replaced).items():
-            stack.enter_context(patch(where, instead))
+        for target, replacement in ({} if name is None else BUGS[name].replaced).items():
+            stack.enter_context(patch(target, replacement))
         yield
 
 

@@ -88,12 +88,12 @@ def differences(
     """
     in_fp32 = replace(precision, relative=max(precision.relative, NORM_RELATIVE))
     for name, limits in (("loss", precision), ("grad_norm", in_fp32), ("loss_after", precision)):
-        found, expected, *changed = (_number(getattr(step, name)) for step in (ranks[0], truth, *moved))
-        yield _difference(name.replace("_", " "), found, expected, 0.0, limits, changed)
+        value, expected, *changed = (_number(getattr(step, name)) for step in (ranks[0], truth, *moved))
+        yield _difference(name.replace("_", " "), value, expected, 0.0, limits, changed)
     assert truth.auxiliary.keys() == ranks[0].auxiliary.keys()
     for name in truth.auxiliary:
-        found, expected, *changed = (_number(step.auxiliary[name]) for step in (ranks[0], truth, *moved))
-        yield _difference(f"auxiliary {name}", found, expected, 0.0, precision, changed)
+        value, expected, *changed = (_number(step.auxiliary[name]) for step in (ranks[0], truth, *moved))
+        yield _difference(f"auxiliary {name}", value, expected, 0.0, precision, changed)
     largest = _largest_norm(truth.gradients)
     assert truth.gradients.keys() == ranks[0].gradients.keys()
     for name, expected in truth.gradients.items():
@@ -101,9 +101,9 @@ def differences(
         yield _difference(f"gradient of {name}", ranks[0].gradients[name], expected, largest, precision, changed)
     table, largest = parameter_table(config.model), _largest_norm(truth.weights)
     for rank, step in enumerate(ranks):
-        for name, found in step.weights.items():
-            expected, *changed = (cut(each.weights[name], table[name], step.mesh) for each in (truth, *moved))
-            yield _difference(f"weight {name} on rank {rank}", found, expected, largest, precision, changed)
+        for name, value in step.weights.items():
+            expected, *changed = (cut(serial.weights[name], table[name], step.mesh) for serial in (truth, *moved))
+            yield _difference(f"weight {name} on rank {rank}", value, expected, largest, precision, changed)
 
 
 def _largest_norm(tensors: Mapping[str, Tensor]) -> float:
@@ -123,7 +123,7 @@ def _difference(
     """
     difference, norm = _distance(found, expected), float(expected.double().norm())
     limit = precision.relative * norm + precision.absolute * largest
-    limit += precision.rounding * max((_distance(each, expected) for each in moved), default=0.0)
+    limit += precision.rounding * max((_distance(moved_tensor, expected) for moved_tensor in moved), default=0.0)
     if difference == 0.0:
         return Disagreement(what, 0.0, 0.0)
     return Disagreement(

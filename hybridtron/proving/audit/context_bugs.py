@@ -32,12 +32,12 @@ def _with(name: str, change: Callable[[RowShare], Tensor]) -> Replaced:
     """Replace one field of every rank's `RowShare`, which describes its sequence shard."""
 
     def share_of(batch: Batch, context: ContextGroup) -> Batch:
-        found = own_share(batch, context)
-        share = found.seq.share
+        shard = own_share(batch, context)
+        share = shard.seq.share
         assert share is not None
         changed: dict[str, Any] = {name: change(share)}
         share = replace(share, **changed)
-        return replace(found, seq=replace(found.seq, share=share))
+        return replace(shard, seq=replace(shard.seq, share=share))
 
     return {"hybridtron.engine.schedule.own_share": share_of}
 
@@ -49,9 +49,9 @@ BORDER_INSIDE = _with("unbroken_B", lambda share: torch.ones_like(share.unbroken
 
 def _labels_of_share(batch: Batch, context: ContextGroup) -> Batch:
     """Take the last label from the sequence shard itself, as if it were a full row."""
-    found = own_share(batch, context)
-    last_B1 = found.tokens_BL[:, -1:]
-    return replace(found, labels_BL=torch.cat((found.labels_BL[:, :-1], last_B1), 1))
+    shard = own_share(batch, context)
+    last_B1 = shard.tokens_BL[:, -1:]
+    return replace(shard, labels_BL=torch.cat((shard.labels_BL[:, :-1], last_B1), 1))
 
 
 LABEL_AT_CUT: Replaced = {"hybridtron.engine.schedule.own_share": _labels_of_share}

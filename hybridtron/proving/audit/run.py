@@ -90,14 +90,14 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
         start = partial(starting_weight, config, precision, move) if precision.noisy_start or move else None
         engine = Engine(config, groups, start, precision.dtype)
         batches = micro_batches(config)
-        own = len(batches) // groups.data_size
-        batches = batches[groups.data_rank * own : (groups.data_rank + 1) * own]
+        batches_per_rank = len(batches) // groups.data_size
+        batches = batches[groups.data_rank * batches_per_rank : (groups.data_rank + 1) * batches_per_rank]
         if engine.config.parallel.overlap_grad_reduce:  # Megatron overlaps only from the second step on
             engine.forward_backward(batches)
             engine.optimizer.zero_grad()
-        found = engine.forward_backward(batches)
-        loss, tokens = found.mean.item(), found.tokens.item()
-        auxiliary = {name: float(total) / tokens for name, total in found.auxiliary.items()}
+        step_loss = engine.forward_backward(batches)
+        loss, tokens = step_loss.mean.item(), step_loss.tokens.item()
+        auxiliary = {name: float(total) / tokens for name, total in step_loss.auxiliary.items()}
         gradients = dict(engine.optimizer.gradients())
         grad_norm, _ = engine.optimizer.step(rate_of(config))
         loss_after = engine.loss(batches).mean.item()
@@ -149,12 +149,12 @@ def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tu
     for batch in batches:
         out = model(batch.tokens_BL, None, batch.seq)
         loss = cross_entropy(CrossEntropyInputs(out.output, batch.labels_BL.T, batch.mask_BL.T, z_loss))
-        tokens_here = int(batch.mask_BL.sum())
-        (loss.total + sum(out.aux.values()) * tokens_here).backward()
-        total, tokens = total + float(loss.cross_entropy), tokens + tokens_here
+        batch_tokens = int(batch.mask_BL.sum())
+        (loss.total + sum(out.aux.values()) * batch_tokens).backward()
+        total, tokens = total + float(loss.cross_entropy), tokens + batch_tokens
         for name, added in out.aux.items():
-            sums[name] = sums.get(name, 0.0) + added.item() * tokens_here
-    return total / tokens, tokens, {name: one / tokens for name, one in sums.items()}
+            sums[name] = sums.get(name, 0.0) + added.item() * batch_tokens
+    return total / tokens, tokens, {name: weighted_sum / tokens for name, weighted_sum in sums.items()}
 
 
 def starting_weight(config: Config, precision: AuditPrecision, move: int, name: str) -> Tensor:

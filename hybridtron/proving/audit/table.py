@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     cases, precisions, gpus = cases_of(arguments), PRECISIONS, list[str]()
     if arguments.gpus:
         gpus = visible_gpus()
-        cases, precisions = list(on_gpus(cases, len(gpus))), tuple(one for one in PRECISIONS if one.name == "fp32")
+        cases = list(on_gpus(cases, len(gpus)))
+        precisions = tuple(precision for precision in PRECISIONS if precision.name == "fp32")
     pool = Pool(gpus)
     try:
         comparison = Audit(pool, arguments.timeout, by_one_rank=bool(gpus))
@@ -141,12 +142,12 @@ def audit(comparison: Audit, cases: Sequence[Case], bug: str | None, precisions:
 def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str | None, rows: Table) -> list[str]:
     """Compare one case, add its row, and return descriptions of its differences."""
     described = (case.name, case.layout, case.options(), precision.name)
-    where = f"{case.name} {case.layout} {precision.name}"
+    place = f"{case.name} {case.layout} {precision.name}"
     try:
         differences = comparison.compare(case, precision, bug)
     except WorkerError as error:
         rows.add_row(*described, "", "", "[red]failed[/red]", "", "")
-        return [f"{where}: the run failed, {error}"]
+        return [f"{place}: the run failed, {error}"]
     worst, wrong = differences[0], [difference for difference in differences if not difference.passes]
     color = "red" if wrong else "green"
     off = (f"{worst.relative:.1e}", f"[{color}]{worst.of_limit:.2g}[/{color}]")
@@ -154,7 +155,7 @@ def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str |
     rows.add_row(*described, str(len(differences)), f"{largest:.1e}", worst.what, *off)
     named = ", ".join(f"{difference.what} by {difference.relative:.1e}" for difference in wrong[:5])
     more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    return [f"{where}: {len(wrong)} of {len(differences)} differ: {named}{more}"] if wrong else []
+    return [f"{place}: {len(wrong)} of {len(differences)} differ: {named}{more}"] if wrong else []
 
 
 def print_list() -> None:

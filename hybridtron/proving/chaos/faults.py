@@ -34,8 +34,8 @@ class Disk:
         self.at.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "hybridtron-chaos", str(self.at)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            self.why_not = done.stderr.strip() or "mount failed" if done.returncode else None
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+            self.why_not = process.stderr.strip() or "mount failed" if process.returncode else None
         except OSError as error:
             self.why_not = str(error)
         return self
@@ -103,10 +103,10 @@ def damage(scene: Scene, how: Callable[[bytearray, random.Random], bytearray | N
     scene.started.kill()
     from hybridtron.checkpoint import folder as folders  # takes seconds
 
-    found = folders.all_of(run.folder)
-    sound = [folder for folder in found if is_sound(folder)]
-    found = [folder for folder in found if sound not in ([], [folder]) and folders.step_of(folder) < run.steps]
-    files = sorted(file for folder in found for file in folder.glob("*"))
+    paths = folders.all_of(run.folder)
+    sound = [path for path in paths if is_sound(path)]
+    paths = [path for path in paths if sound not in ([], [path]) and folders.step_of(path) < run.steps]
+    files = sorted(file for path in paths for file in path.glob("*"))
     files += run.checkpoints.glob(folders.POINTER)
     if not files:
         return "nothing; the run was killed"

@@ -56,17 +56,20 @@ def unequal(clean: Run, chaos: Run) -> list[str]:
     ours, theirs = (
         [{key: json.loads(line).get(key) for key in SAME} for line in run.lines()] for run in (clean, chaos)
     )
-    found = [
+    lines = [
         f"step {a['step']}: {a} undisturbed, {b} under faults" for a, b in zip(ours, theirs, strict=False) if a != b
     ]
     if not len(ours) == len(theirs) == clean.steps:
-        found.append(f"{len(ours)} steps have metrics undisturbed, {len(theirs)} under faults, of {clean.steps}")
+        lines.append(f"{len(ours)} steps have metrics undisturbed, {len(theirs)} under faults, of {clean.steps}")
     try:
         left, right = (Checkpoint.open(folders.folder_of(run.folder, run.steps)) for run in (clean, chaos))
-        found += [f"{one.what}: {one.left} undisturbed, {one.right} under faults" for one in differences(left, right)]
+        lines += [
+            f"{difference.what}: {difference.left} undisturbed, {difference.right} under faults"
+            for difference in differences(left, right)
+        ]
     except BrokenCheckpoint as error:
-        found.append(str(error))
-    return found
+        lines.append(str(error))
+    return lines
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -92,8 +95,8 @@ def main(arguments: list[str]) -> int:
     if chosen.seed is None:
         chosen.seed = random.SystemRandom().randrange(10**6)
     home = Path("runs/chaos").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen.seed}"
-    asked = f"{chosen.steps} steps on {chosen.layout}, --seed {chosen.seed}"
-    print(f"{asked}, a fault every {chosen.mean:g} steps or so; runs: {home}", flush=True)
+    request = f"{chosen.steps} steps on {chosen.layout}, --seed {chosen.seed}"
+    print(f"{request}, a fault every {chosen.mean:g} steps or so; runs: {home}", flush=True)
     write_data(home / "data")
     began = time.monotonic()
     ordeal, wrong = compared(chosen, home)
@@ -139,9 +142,9 @@ def report(chosen: argparse.Namespace, faults: list[Injected], summary: list[str
 
     options = f"--layout {chosen.layout} --steps {chosen.steps} --mean {chosen.mean:g} --seed {chosen.seed}"
     timeout = f"run.timeout is {TIMEOUT_S:g} s; a checkpoint every {SAVE_EVERY} steps, written asynchronously"
-    found = BenchReport("Chaos", notes=[timeout, *summary])
-    found.table("faults", HEADER, [fault.cells() for fault in faults])
-    publish(found, f"hybridtron chaos {options}", chosen.page)
+    page = BenchReport("Chaos", notes=[timeout, *summary])
+    page.table("faults", HEADER, [fault.cells() for fault in faults])
+    publish(page, f"hybridtron chaos {options}", chosen.page)
 
 
 def apart(arguments: list[str]) -> None:
@@ -149,9 +152,9 @@ def apart(arguments: list[str]) -> None:
     ways = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
     for way in ways if APART not in os.environ and shutil.which("unshare") else ():
         if subprocess.run([*way, "true"], capture_output=True, check=False).returncode == 0:
-            own = {APART: "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
+            variables = {APART: "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
             command = [*way, sys.executable, "-P", "-m", "hybridtron", "chaos", *arguments]
-            os.execvpe(way[0], command, os.environ | own)
+            os.execvpe(way[0], command, os.environ | variables)
 
 
 def stopped(number: int, _: object) -> NoReturn:

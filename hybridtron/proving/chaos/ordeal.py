@@ -81,23 +81,23 @@ class Ordeal:
 
         Raises OrdealFailed if the run makes no progress.
         """
-        seen, moved, failed = 0, time.monotonic(), None
+        line_count, moved, failed = 0, time.monotonic(), None
         while len(codes := started.codes) < PROCESSES:
-            now, new = time.monotonic(), len(started.new_lines())
-            if new != seen:
-                seen, moved = new, now
+            now, new_count = time.monotonic(), len(started.new_lines())
+            if new_count != line_count:
+                line_count, moved = new_count, now
                 shown = f"{self.run.home.name}, {len(self.faults)} faults"
                 progress.update(bar, completed=len(self.run.lines()), description=shown)
             if any(codes):
                 failed = failed or now
                 if now > failed + TOGETHER_S:
                     return
-            elif now > moved + (2 * TIMEOUT_S if seen else START_S):
+            elif now > moved + (2 * TIMEOUT_S if line_count else START_S):
                 raise OrdealFailed(
                     f"{self.run.home} has not moved for {now - moved:.0f} s; run.timeout is {TIMEOUT_S:g} s"
                 )
-            elif new:
-                self._strike(started, self.done + new)
+            elif new_count:
+                self._strike(started, self.done + new_count)
             time.sleep(LOOK_S)
 
     def _strike(self, started: ProcessStart, done: int) -> None:

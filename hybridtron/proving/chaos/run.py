@@ -113,9 +113,9 @@ class ProcessStart:
         self.before = run.lines()
         self.rendezvous = Rendezvous()  # must live as long as its ranks
         shared = {"WORLD_SIZE": PROCESSES, **self.rendezvous.variables}
-        own = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(PROCESSES)]
+        by_rank = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(PROCESSES)]
         self.ranks = [
-            run.start(f"rank-{rank}.log", TRAIN, variables, own_group=True) for rank, variables in enumerate(own)
+            run.start(f"rank-{rank}.log", TRAIN, variables, own_group=True) for rank, variables in enumerate(by_rank)
         ]
 
     @property
@@ -126,8 +126,8 @@ class ProcessStart:
     def new_lines(self) -> list[str]:
         """Return the metrics lines of the steps done since this start."""
         now = self.run.lines()
-        kept = next((n for n, (a, b) in enumerate(zip(self.before, now, strict=False)) if a != b), None)
-        return now[min(len(self.before), len(now)) if kept is None else kept :]
+        first_changed = next((n for n, (a, b) in enumerate(zip(self.before, now, strict=False)) if a != b), None)
+        return now[min(len(self.before), len(now)) if first_changed is None else first_changed :]
 
     def workers(self) -> list[int]:
         """Return the process ids of the ranks' data workers, which are children of each rank's fork server."""

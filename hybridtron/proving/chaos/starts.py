@@ -28,9 +28,9 @@ def started(run: Run) -> subprocess.Popen[bytes]:
 
 def wait_until(run: Run, torchrun: subprocess.Popen[bytes], steps: int) -> None:
     """Wait until `steps` more steps are done or the start has ended; with 0, until a start holds the run's lock."""
-    until, wanted = time.monotonic() + START_S, len(run.lines()) + steps
+    until, target_count = time.monotonic() + START_S, len(run.lines()) + steps
     while torchrun.poll() is None and time.monotonic() < until:
-        if (run.folder / ".lock").exists() and len(run.lines()) >= wanted:
+        if (run.folder / ".lock").exists() and len(run.lines()) >= target_count:
             return
         time.sleep(LOOK_S)
 
@@ -46,7 +46,7 @@ def survive(run: Run, draw: random.Random) -> list[str]:
         torchrun.kill()  # torchrun alone: its ranks get no signal
         torchrun.wait()
     codes = [torchrun.wait() for torchrun in [started(run), started(run)]]
-    found = run.outcome().get("outcome")
+    end = run.outcome().get("outcome")
     log = run.home / "torchrun.log"
-    wrong = [] if 0 in codes and found == "finished" else [f"two starts at a time ended with {codes}, {found}: {log}"]
+    wrong = [] if 0 in codes and end == "finished" else [f"two starts at a time ended with {codes}, {end}: {log}"]
     return wrong + [f"a start ended with a fault in its files: {log}"] * ("FileNotFoundError" in log.read_text())

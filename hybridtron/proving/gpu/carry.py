@@ -91,23 +91,23 @@ def parse(arguments: list[str] | None = None) -> Carried:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the folder. Returns the exit code."""
-    asked = parse(arguments)
-    versions = interpreter(asked.python)
+    chosen = parse(arguments)
+    versions = interpreter(chosen.python)
     wrong = [
-        f"{name} {versions[name]}, not {wanted}"
-        for name, wanted in wanted_of(asked).items()
-        if versions[name] != wanted
+        f"{name} {versions[name]}, not {version}"
+        for name, version in wanted_of(chosen).items()
+        if versions[name] != version
     ]
     if wrong:
-        print(f"{asked.python} has {' and '.join(wrong)}: give another --python, or say what the machine has")
+        print(f"{chosen.python} has {' and '.join(wrong)}: give another --python, or say what the machine has")
         return 2
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    wheels(asked)
-    kernels(asked)
-    (asked.folder / "measure.sh").write_text(SCRIPT.format(folder=asked.folder.name))
-    (asked.folder / "carried.json").write_text(json.dumps(versions, indent=1) + "\n")
-    imported(asked)
-    return sized(asked)
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    wheels(chosen)
+    kernels(chosen)
+    (chosen.folder / "measure.sh").write_text(SCRIPT.format(folder=chosen.folder.name))
+    (chosen.folder / "carried.json").write_text(json.dumps(versions, indent=1) + "\n")
+    imported(chosen)
+    return sized(chosen)
 
 
 def wanted_of(asked: Carried) -> dict[str, str]:
@@ -182,19 +182,20 @@ def size_of(path: Path) -> int:
     return (
         path.stat().st_size
         if path.is_file()
-        else sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+        else sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     )
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:
     """Run a program and return its output. If it fails, print its message and exit with code 1."""
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if ended.returncode:
         print(
-            f"{' '.join(command[:4])} ... ends with {done.returncode}:\n{done.stderr.strip()[-2000:]}", file=sys.stderr
+            f"{' '.join(command[:4])} ... ends with {ended.returncode}:\n{ended.stderr.strip()[-2000:]}",
+            file=sys.stderr,
         )
         raise SystemExit(1)
-    return done.stdout
+    return ended.stdout
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def correctness(report: BenchReport) -> None:
     """Report a line for every op and mixer, with the largest error of all its calls."""
     sizes, length = (ModelSizes(64, 4), 128) if report.quick else (ModelSizes(256, 4), 512)
     worst: dict[str, dict[torch.dtype, float]] = {}
-    for what, dtype, error in _all(sizes, length, side_by_side=not report.quick):
-        of_name = worst.setdefault(what, {})
+    for label, dtype, error in _all(sizes, length, side_by_side=not report.quick):
+        of_name = worst.setdefault(label, {})
         of_name[dtype] = max(error, of_name.get(dtype, 0.0))
     cells = [(name, *(f"{errors[dtype]:.1e}" for dtype in TOLERANCES)) for name, errors in worst.items()]
     report.table("against the references on the CPU", ("op or mixer", "fp32", "bf16"), cells)
@@ -125,23 +125,23 @@ def _survived(name: str, part: Callable[[], list[Found]]) -> list[Found]:
 
 def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
     """Return the errors of one mixer kind with all its options, and those of its ops."""
-    device, found = compute_device(), list[Found]()
+    device, errors = compute_device(), list[Found]()
     for dtype in TOLERANCES:
         calls: list[Call] = []
         for options in OPTIONS[kind]:
             spec = SPECS[kind](**options)
             error = mixer_error(spec, sizes, length, dtype, device, calls)
-            found.append((f"{kind} {spec.describe()}".strip(), dtype, error))
-        found += _of_calls(calls, dtype, device)
-    return found
+            errors.append((f"{kind} {spec.describe()}".strip(), dtype, error))
+        errors += _of_calls(calls, dtype, device)
+    return errors
 
 
 def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
     """Return the errors of adapters, and those of all ops without a mixer."""
-    device, found = compute_device(), list[Found]()
+    device, errors = compute_device(), list[Found]()
     for dtype in TOLERANCES:
-        for what, options in ADAPTERS.items():
-            found.append((what, dtype, _adapter_error(options, sizes.width, length, dtype, device)))
+        for adapter, options in ADAPTERS.items():
+            errors.append((adapter, dtype, _adapter_error(options, sizes.width, length, dtype, device)))
         calls: list[Call] = []
         with noted(calls), force("reference"):
             x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype).requires_grad_()
@@ -160,8 +160,8 @@ def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
             dropout(DropoutInputs(x_LBD, *numbers, 0.3))
             for budget in (Budget(bin=24, best=24), Budget(best=40)):
                 sparse_attention(_by_content(budget, sizes, length, dtype))
-        found += _of_calls(calls, dtype, device)
-    return found
+        errors += _of_calls(calls, dtype, device)
+    return errors
 
 
 Call = tuple[Op, Any]
@@ -176,8 +176,8 @@ def _by_content(budget: Budget, sizes: ModelSizes, length: int, dtype: torch.dty
     documents = (torch.arange(length) >= length // 3).long().expand(ROWS, -1)
     places = torch.where(documents > 0, torch.arange(length) - length // 3, torch.arange(length))
     of_queries, of_keys = torch.randint(4, (2, ROWS, length)) if budget.bin else (None, None)
-    seen = Seen(budget, documents, places, of_queries, of_keys, torch.randn(ROWS, length))
-    return SparseInputs(q, k, v, seen)
+    visible = Seen(budget, documents, places, of_queries, of_keys, torch.randn(ROWS, length))
+    return SparseInputs(q, k, v, visible)
 
 
 def _of_calls(calls: list[Call], dtype: torch.dtype, device: torch.device) -> list[Found]:
@@ -255,15 +255,15 @@ def filled_mixer(spec: MixerSpec, sizes: ModelSizes, device: torch.device, dtype
 
 def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
     def result(function: Callable[..., Any], prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        own = tree_map_only(Tensor, lambda x: prepared(x).detach().clone().requires_grad_(x.requires_grad), inputs)
-        outputs = [tensor for tensor in _tensors(function(own)) if tensor.is_floating_point()]
+        copies = tree_map_only(Tensor, lambda x: prepared(x).detach().clone().requires_grad_(x.requires_grad), inputs)
+        outputs = [tensor for tensor in _tensors(function(copies)) if tensor.is_floating_point()]
         if op.name == "angles":  # equal up to full rotations
             outputs = [part for angle in outputs for part in (angle.cos(), angle.sin())]
-        wanted = [tensor for tensor in _tensors(own) if tensor.requires_grad]
-        made = [tensor for tensor in outputs if tensor.requires_grad]
-        if not wanted:
+        leaves = [tensor for tensor in _tensors(copies) if tensor.requires_grad]
+        results = [tensor for tensor in outputs if tensor.requires_grad]
+        if not leaves:
             return outputs
-        gradients = torch.autograd.grad(_some_sum(made), wanted, allow_unused=True)
+        gradients = torch.autograd.grad(_some_sum(results), leaves, allow_unused=True)
         return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
 
     ours = result(op, lambda tensor: tensor.to(device))

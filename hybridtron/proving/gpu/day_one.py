@@ -72,8 +72,8 @@ def launched(command: Sequence[str], log: Path, limit_s: float) -> int:
     """
     with log.open("w") as file:
         try:
-            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=limit_s, check=False)
-            return done.returncode
+            process = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=limit_s, check=False)
+            return process.returncode
         except subprocess.TimeoutExpired:
             return 124
         except OSError:
@@ -114,11 +114,11 @@ def interrupted(whole: Path, resumed: Path) -> None:
 def note_resumed(cards: Path, codes: dict[str, int]) -> None:
     """Record in the recipe's card that the resumed run equals the uninterrupted one, or None if a step failed."""
     path = cards / "measured" / "laptop.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
+    card = json.loads(path.read_text()) if path.exists() else {}
     names = ("whole", "resumed", "the same weights")
-    found["resume_difference"] = 0.0 if not any(codes[name] for name in names) else None
+    card["resume_difference"] = 0.0 if not any(codes[name] for name in names) else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(card, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parse(arguments)
     committed = results()
     rows = [row for folder in (committed, chosen.output) if folder is not None for row in read(folder)]
-    known = attempts(rows)
+    earlier = attempts(rows)
     from hybridtron.proving.gpu.queue import page  # imports torch, which --help does not need
     from hybridtron.proving.gpu.queue.card import card_here
 
@@ -71,12 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     card = card_here()
     if chosen.list:
-        print("\n".join(page.listed(known, card)))
+        print("\n".join(page.listed(earlier, card)))
         return 0
     if card is None and not chosen.rehearse:
         print(f"no CUDA device here.\n\n{__doc__}")
         return 0
-    parts = [named(name) for name in chosen.only] if chosen.only else undone(PARTS, card or "cpu", known)
+    parts = [named(name) for name in chosen.only] if chosen.only else undone(PARTS, card or "cpu", earlier)
     first = about(card or "cpu", modelled(chosen.modelled).get("commit"), chosen.rehearse)
     file = file_of(chosen.output, card or "cpu")
     run = QueueRun(file, first, 60 * chosen.minutes, chosen.rehearse, chosen.modelled)

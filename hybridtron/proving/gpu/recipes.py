@@ -43,7 +43,7 @@ def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
     for name in names or (QUICK if report.quick else choices_of("recipe")):
         try:
             settings = fitting(name, report.quick)
-            found = taken(settings)
+            results = taken(settings)
         except (ConfigError, torch.OutOfMemoryError) as error:
             report.notes.append(f"{name} takes no step: {str(error).splitlines()[-1].strip()}")
             continue
@@ -51,9 +51,9 @@ def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
             traceback.print_exc()
             failed.append(name)
             continue
-        cells.append((name, " ".join(settings[1:]), f"{found['tokens_per_second']:,.0f}", *losses_of(found)))
+        cells.append((name, " ".join(settings[1:]), f"{results['tokens_per_second']:,.0f}", *losses_of(results)))
         if checkout is not None and not report.quick:
-            write(checkout / "cards" / "measured" / f"{name.replace('/', '-')}.json", found)
+            write(checkout / "cards" / "measured" / f"{name.replace('/', '-')}.json", results)
     report.table("a step of every recipe", ("recipe", "settings", "tokens/s", "first loss", "last loss"), cells)
     report.notes += [f"{name} FAILED" for name in failed]
     report.at_most("recipes that fail", 0, len(failed))
@@ -76,7 +76,7 @@ def fitting(name: str, quick: bool) -> list[str]:
 
 def taken(settings: list[str]) -> dict[str, Any]:
     """Run the steps of one recipe, and return the results with the cards' keys."""
-    recipe, others = settings[0].removeprefix("recipe="), settings[1:]
+    recipe, options = settings[0].removeprefix("recipe="), settings[1:]
     config = checked(settings)
     forget_peak_memory()
     report = BenchReport("steps", repetitions=STEPS)
@@ -89,8 +89,8 @@ def taken(settings: list[str]) -> dict[str, Any]:
     del steps
     gc.collect()
     memory = peak_memory_gib()
-    found = {
-        "command": f"hybridtron check gpu --only every_recipe --recipe {recipe}, with {' '.join(others)}",
+    results = {
+        "command": f"hybridtron check gpu --only every_recipe --recipe {recipe}, with {' '.join(options)}",
         "commit": commit(),
         "versions": ", ".join([f"Python {platform.python_version()}", *package_versions()]),
         "gpu": describe_device(),
@@ -99,25 +99,25 @@ def taken(settings: list[str]) -> dict[str, Any]:
         "waits": None if memory is None else len(waits),  # neither exists on a CPU
         **_speeds(config, seconds),
     }
-    assert tuple(found) == LINES_WRITTEN
-    return found
+    assert tuple(results) == LINES_WRITTEN
+    return results
 
 
 @contextmanager
 def host_waits() -> Iterator[list[str]]:
     """Yield a list that gets torch's warnings of host synchronizations inside the block, once it has ended."""
-    found: list[str] = []
+    messages: list[str] = []
     on_cuda = compute_device().type == "cuda"
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         if on_cuda:
             warn_of_waits(True)
         try:
-            yield found
+            yield messages
         finally:
             if on_cuda:
                 warn_of_waits(False)
-    found += [str(each.message) for each in seen if SYNCHRONIZES in str(each.message)]
+    messages += [str(warning.message) for warning in recorded if SYNCHRONIZES in str(warning.message)]
 
 
 def _speeds(config: Config, seconds: float) -> dict[str, float | None]:
@@ -128,7 +128,7 @@ def _speeds(config: Config, seconds: float) -> dict[str, float | None]:
 
 def package_versions() -> list[str]:
     """List the installed packages that matter here, with their versions."""
-    return [f"{name} {found}" for name in PACKAGES if (found := installed(name))]
+    return [f"{name} {version}" for name in PACKAGES if (version := installed(name))]
 
 
 def losses_of(found: dict[str, Any]) -> tuple[str, str]:
@@ -139,12 +139,12 @@ def losses_of(found: dict[str, Any]) -> tuple[str, str]:
 
 def commit() -> str | None:
     """Return the checkout's commit, or None outside a checkout."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=10)
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except OSError:
         return None
-    return done.stdout.strip() or None
+    return process.stdout.strip() or None
 
 
 def write(path: Path, found: dict[str, Any]) -> None:

@@ -74,9 +74,9 @@ def passes(call: Callable[[Any], Any], given: Any) -> dict[str, float]:
 
 def both(call: Callable[[Any], Any], given: Any) -> object:
     """Run forward and backward, and return the gradients."""
-    wanted = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
     y = first(call(given))
-    return torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
+    return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:

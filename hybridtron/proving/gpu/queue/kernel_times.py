@@ -48,8 +48,8 @@ def profiled(step: Any) -> tuple[list[DeviceSpan], list[Launched]]:
     with noted_launches(note), profile(activities=activities) as trace:
         step()
         synchronize()
-    events = (each for each in trace.events() or () if each.device_type == kind and not each.is_user_annotation)
-    return [DeviceSpan(each.name, each.time_range.start, each.time_range.end) for each in events], launches
+    events = (event for event in trace.events() or () if event.device_type == kind and not event.is_user_annotation)
+    return [DeviceSpan(event.name, event.time_range.start, event.time_range.end) for event in events], launches
 
 
 def labelled(spans: Sequence[DeviceSpan], launches: Sequence[Launched]) -> list[DeviceSpan]:
@@ -58,12 +58,12 @@ def labelled(spans: Sequence[DeviceSpan], launches: Sequence[Launched]) -> list[
     waiting: dict[str, list[str]] = defaultdict(list)
     for launch in launches:
         waiting[launch.function].append(launch.name)
-    seen: dict[str, int] = defaultdict(int)
+    run_counts: dict[str, int] = defaultdict(int)
     for span in ordered:
-        seen[span.name] += 1
-    known = {name for name, names in waiting.items() if seen[name] == len(names)}
-    names = {name: iter(waiting[name]) for name in known}
-    return [span._replace(name=next(names[span.name])) if span.name in known else span for span in ordered]
+        run_counts[span.name] += 1
+    complete = {name for name, names in waiting.items() if run_counts[name] == len(names)}
+    names = {name: iter(waiting[name]) for name in complete}
+    return [span._replace(name=next(names[span.name])) if span.name in complete else span for span in ordered]
 
 
 def by_kernel(spans: Sequence[DeviceSpan], modelled: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -82,10 +82,10 @@ def by_kernel(spans: Sequence[DeviceSpan], modelled: Mapping[str, float]) -> lis
 
 def model_ms(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return a step's milliseconds by kernel, from a rehearsal's list of different launches."""
-    found: dict[str, float] = defaultdict(float)
+    milliseconds: dict[str, float] = defaultdict(float)
     for kernel in kernels:
-        found[kernel["name"]] += 1e3 * kernel["seconds"] * kernel["launches"]
-    return {name: round(ms, 4) for name, ms in found.items()}
+        milliseconds[kernel["name"]] += 1e3 * kernel["seconds"] * kernel["launches"]
+    return {name: round(ms, 4) for name, ms in milliseconds.items()}
 
 
 def idle(spans: Sequence[DeviceSpan]) -> dict[str, float]:

@@ -68,7 +68,7 @@ def asked(query: str) -> list[str]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ["no nvidia-smi"]
-    done = subprocess.run(
+    process = subprocess.run(
         [program, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=15, check=False
     )
-    return (done.stdout or done.stderr).strip().splitlines()
+    return (process.stdout or process.stderr).strip().splitlines()

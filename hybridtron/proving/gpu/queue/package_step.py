@@ -18,9 +18,9 @@ def package_step(record: Recorder, recipe: str) -> None:
     """Time the step with each package on its own engine; on a CPU, which has neither, both run the reference."""
     forms: Mapping[str, Mapping[str, str]] = {"ours": dict.fromkeys(THEIRS, TRITON), "theirs": THEIRS}
     config = checked(settings(recipe, tiny=record.tiny))
-    for name, wanted in forms.items():
+    for name, implementations in forms.items():
         with record.case(name) as row:
             forget_peak_memory()
-            chosen = dict.fromkeys(wanted, "reference") if record.tiny else wanted
+            chosen = dict.fromkeys(implementations, "reference") if record.tiny else implementations
             with force(**chosen), one_process(config) as groups:
                 timed(Steps(config, groups, random_batches(config)), config, row, 1)

@@ -37,12 +37,12 @@ def write(folder: Path) -> Path:
 
 def text(known: Sequence[PartAttempt]) -> str:
     """Return the page's text."""
-    done = [each for each in known if each.state == DONE]
-    lines = [TITLE, "", *([] if done else [NOTHING, ""]), "## Parts", ""]
-    cells = [(each.name, each.about, f"{each.limit_s} s", needed(each), of_cards(each, known)) for each in PARTS]
+    finished = [entry for entry in known if entry.state == DONE]
+    lines = [TITLE, "", *([] if finished else [NOTHING, ""]), "## Parts", ""]
+    cells = [(entry.name, entry.about, f"{entry.limit_s} s", needed(entry), of_cards(entry, known)) for entry in PARTS]
     lines += grid(HEADER, cells)
     for part in PARTS:
-        for attempt in newest(part, done):
+        for attempt in newest(part, finished):
             lines += ["", *section(attempt)]
     return "\n".join(lines) + "\n"
 
@@ -55,12 +55,12 @@ def needed(part: QueuePart) -> str:
 def of_cards(part: QueuePart, known: Sequence[PartAttempt]) -> str:
     """Describe the part's state, for the current code, on each card."""
     states = [state_of(part, card, known) for card in cards(part, known)]
-    return "; ".join(described(each) for each in states)
+    return "; ".join(described(state) for state in states)
 
 
 def cards(part: QueuePart, known: Sequence[PartAttempt]) -> list[str]:
     """Return the card that the list asks for, then others with results."""
-    return list(dict.fromkeys([part.card, *(each.begin["card"] for each in known if each.part == part.name)]))
+    return list(dict.fromkeys([part.card, *(attempt.begin["card"] for attempt in known if attempt.part == part.name)]))
 
 
 def described(found: PartState) -> str:
@@ -92,7 +92,7 @@ def section(attempt: PartAttempt) -> list[str]:
     for row in attempt.rows:
         if table := row.get("by_kernel"):
             header = ("kernel", "calls", "ms a step", "ms by the model", "measured / model")
-            lines += ["", *grid(header, [kernel_cells(each) for each in table])]
+            lines += ["", *grid(header, [kernel_cells(kernel) for kernel in table])]
     return lines
 
 

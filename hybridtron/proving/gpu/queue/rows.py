@@ -37,14 +37,14 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
 
 def read(folder: Path) -> list[Row]:
     """Read all rows of a folder's files, in the order of file names; incomplete lines are skipped."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(line))
+                rows.append(json.loads(line))
             except json.JSONDecodeError:
                 continue
-    return found
+    return rows
 
 
 def reason(error: BaseException) -> str:
@@ -108,18 +108,18 @@ class PartAttempt:
 
 def attempts(rows: list[Row]) -> list[PartAttempt]:
     """Group rows into attempts, in order; attempts of a rehearsal are left out."""
-    found: list[PartAttempt] = []
+    grouped: list[PartAttempt] = []
     begin: Row | None = None
     between: list[Row] = []
     for row in [*rows, {"is": "begin", "part": ""}]:
         if row["is"] == "begin":
             if begin is not None:
-                found.append(PartAttempt(begin, between, None))
+                grouped.append(PartAttempt(begin, between, None))
             begin = row
             between = []
         elif row["is"] != "end":
             between.append(row)
         elif begin is not None:
-            found.append(PartAttempt(begin, between, row))
+            grouped.append(PartAttempt(begin, between, row))
             begin = None
-    return [attempt for attempt in found if not attempt.begin.get("rehearsed")]
+    return [attempt for attempt in grouped if not attempt.begin.get("rehearsed")]

@@ -96,12 +96,12 @@ class QueueRun:
                 self._begin(part)
                 self._end(part, LEFT_OUT, f"needs {', '.join(lacking)}")
                 continue
-            left = self.seconds - (self.clock() - start)
+            seconds_left = self.seconds - (self.clock() - start)
             limit = self._limit(part)
-            if limit + MARGIN_S > left:
-                self.show(f"{part.name}: not begun, its limit of {limit} s is more than the {left:.0f} s left")
+            if limit + MARGIN_S > seconds_left:
+                self.show(f"{part.name}: not begun, its limit of {limit} s is more than the {seconds_left:.0f} s left")
                 continue
-            self.show(f"{part.name}: at most {limit} s of the {left:.0f} s left")
+            self.show(f"{part.name}: at most {limit} s of the {seconds_left:.0f} s left")
             self._measure(part)
         return self.ended
 

@@ -127,7 +127,7 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
         chosen = [part for part in parts if part.adapted]
         by_inputs = any(cut.axis == 1 for cut in weight.cuts)
         by_outputs = any(cut.axis == 0 for cut in weight.cuts)
-        kept = {"fp8": False, "fp32": False, "decay": True}
+        treatment = {"fp8": False, "fp32": False, "decay": True}
         start, zero = Uniform(weight.shape[1] ** -0.5), Constant(0.0)
         rows[f"{where}.A"] = replace(
             weight,
@@ -137,7 +137,7 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
             parts=tuple((part.name, rank) for part in chosen) if weight.parts else (),
             cuts=tuple(cut for cut in weight.cuts if cut.axis == 1),
             partial_gradient=by_outputs or (weight.partial_gradient and not by_inputs),
-            **kept,
+            **treatment,
         )
         rows[f"{where}.B"] = replace(
             weight,
@@ -147,7 +147,7 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
             parts=tuple((part.name, part.rows) for part in chosen) if weight.parts else (),
             cuts=tuple(cut for cut in weight.cuts if cut.axis == 0),
             partial_gradient=by_inputs or weight.partial_gradient,
-            **kept,
+            **treatment,
         )
         if adapters.dora:
             B = rows[f"{where}.B"]
@@ -167,6 +167,6 @@ def adapter_problems(table: Mapping[str, Parameter], adapters: AdaptersConfig) -
         yield Problem("weights", f"is empty: name projections; there are {', '.join(projection_names)}")
     for pattern in adapters.weights:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = did_you_mean(pattern, projection_names)
-            what = f"has {pattern!r}, which is the name of no projection{near}; there are {', '.join(projection_names)}"
+            hint = did_you_mean(pattern, projection_names)
+            what = f"has {pattern!r}, which is the name of no projection{hint}; there are {', '.join(projection_names)}"
             yield Problem("weights", what)

@@ -100,12 +100,12 @@ class HeadsSpec(MixerSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
-        read = self.input_width(model)
+        input_width = self.input_width(model)
         # Queries and keys/values are two weights, because every rank replicates key/value heads if they are few.
-        head = linear(queries, read, cut=Cut(0, unit=self.head(model)))
+        head = linear(queries, input_width, cut=Cut(0, unit=self.head(model)))
         pair = (("k", keys), ("v", keys))
         shared = Cut(0, unit=self.head(model), replicate=True)
-        heads_kv = replace(head, shape=(2 * keys, read), parts=pair, cuts=(shared,), partial_gradient=True)
+        heads_kv = replace(head, shape=(2 * keys, input_width), parts=pair, cuts=(shared,), partial_gradient=True)
         table = {
             "q.weight": head,
             "kv.weight": heads_kv,
@@ -192,8 +192,8 @@ class HeadsSpec(MixerSpec):
         return parts
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
-        if self.head_dim is None and (read := self.input_width(model)) % self.heads:
-            fitting = f"{choice(divisors_near(read, self.heads))}, or set head_dim"
+        if self.head_dim is None and (input_width := self.input_width(model)) % self.heads:
+            fitting = f"{choice(divisors_near(input_width, self.heads))}, or set head_dim"
             what = "twice " * self.feeds_next + f"model.width={model.width}"
             yield Problem("heads", f"is {self.heads}, must divide {what}: {fitting}")
         elif self.positions is not None:
@@ -247,8 +247,8 @@ class AttentionSpec(HeadsSpec):
         return "full" if self.window is None else f"window {self.window}"
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        seen = visible_tokens(seq_len, self.window)
-        return super().flops(model, seq_len) | {"attention": 4 * self.channels(model)[0] * seen}
+        num_visible = visible_tokens(seq_len, self.window)
+        return super().flops(model, seq_len) | {"attention": 4 * self.channels(model)[0] * num_visible}
 
     def given_up_values(self, model: ModelSizes) -> int:
         # keys that are not yet rotated lie beside the values, which here were copied

@@ -64,10 +64,10 @@ class DeltaRuleSpec(LinearAttentionSpec):
         return super().exported_names(model) | {"dt_bias": ("dt_bias",), "A_log": ("A_log",)}
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        (key, value), seen = self.head_sizes(model), min(self.chunk, seq_len)
+        (key, value), chunk = self.head_sizes(model), min(self.chunk, seq_len)
         # Inside a chunk: k k^T and q k^T, a triangular system for the value that every key writes, solved for v and for
         # k, and the scores' product with it. Between chunks: k to and from the state, and q out of it.
-        one_head = 2 * seen * (3 * key + 2 * value) + 2 * seen**2 / 3 + 6 * key * value
+        one_head = 2 * chunk * (3 * key + 2 * value) + 2 * chunk**2 / 3 + 6 * key * value
         return super().flops(model, seq_len) | {self.kind: self.heads * one_head}
 
     def activation_values(self, model: ModelSizes) -> int:

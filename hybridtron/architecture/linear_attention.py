@@ -95,9 +95,9 @@ class LinearAttentionSpec(MixerSpec):
         return names
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        (keys, values), seen = self.channels(model), min(self.chunk, seq_len)
+        (keys, values), chunk = self.channels(model), min(self.chunk, seq_len)
         # scores and their product with v inside a chunk; k v^T into the state, and q out of it
-        scan = 2 * seen * (keys + values) + 4 * keys * values // self.num_key_heads
+        scan = 2 * chunk * (keys + values) + 4 * keys * values // self.num_key_heads
         return super().flops(model, seq_len) | {self.kind: scan}
 
     def activation_values(self, model: ModelSizes) -> int:

@@ -126,9 +126,9 @@ class Mamba2Spec(RecurrenceSpec):
         }
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        inner, seen = self.inner(model), min(CHUNK, seq_len)
+        inner, chunk = self.inner(model), min(CHUNK, seq_len)
         # inside a chunk C B^T per group and its product with x; B x^T into the state, and C out of it
-        ssd = 2 * seen * (self.groups * self.state + inner) + 4 * self.state * inner
+        ssd = 2 * chunk * (self.groups * self.state + inner) + 4 * self.state * inner
         return super().flops(model, seq_len) | {"ssd": ssd}
 
     def activation_values(self, model: ModelSizes) -> int:

@@ -98,9 +98,9 @@ class Mamba3Spec(MixerSpec):
         return names | {f"{norm}.weight": (f"{norm}_weight",) for norm in norms}
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        inner, heads, seen = self.inner(model), self.num_heads(model), min(CHUNK, seq_len)
+        inner, heads, chunk = self.inner(model), self.num_heads(model), min(CHUNK, seq_len)
         # as Mamba-2, with C B^T per head; rotating a pair of B and one of C takes 6 each
-        ssd = 2 * seen * (heads * self.state + inner) + 4 * self.state * inner
+        ssd = 2 * chunk * (heads * self.state + inner) + 4 * self.state * inner
         return super().flops(model, seq_len) | {"ssd": ssd, "turns": 12 * heads * self.angles}
 
     def activation_values(self, model: ModelSizes) -> int:

@@ -106,10 +106,10 @@ class RWKV6Spec(MixerSpec):
         }
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        width, seen = model.width, min(GLASpec.chunk, seq_len)
+        width, chunk = model.width, min(GLASpec.chunk, seq_len)
         small = 2 * len(STREAMS) * self.mix_rank * width + 2 * self.decay_rank * width
         # as gated linear attention, and the token's own values by r, bonus and k
-        scan = 4 * seen * width + 4 * width * self.head_dim + 4 * width
+        scan = 4 * chunk * width + 4 * width * self.head_dim + 4 * width
         return super().flops(model, seq_len) | {"low_rank": 2 * small, self.kind: scan}
 
     def activation_values(self, model: ModelSizes) -> int:

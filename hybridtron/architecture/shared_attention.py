@@ -67,8 +67,8 @@ class SharedBlockSpec(HeadsSpec):
             beside |= {"q": table["q.weight"], "k": half_weight, "v": half_weight}
         pairs = {}
         for name, weight in beside.items():
-            rows, read = weight.shape
-            pairs[f"{name}_A.weight"] = replace(linear(self.rank, read), cuts=(), partial_gradient=True)
+            rows, inputs = weight.shape
+            pairs[f"{name}_A.weight"] = replace(linear(self.rank, inputs), cuts=(), partial_gradient=True)
             pairs[f"{name}_B.weight"] = replace(weight, shape=(rows, self.rank), init=Orthogonal(0.0))
         return pairs
 
@@ -78,11 +78,11 @@ class SharedBlockSpec(HeadsSpec):
             "up_proj.weight": ("gate_up.weight.up",),
             "down_proj.weight": ("down.weight",),
         }
-        named = {key for keys in names.values() for key in keys}
+        weight_names = {key for keys in names.values() for key in keys}
         return names | {
             name: tuple(weight.stored(name))
             for name, weight in self.parameters(model).items()
-            if not named & set(weight.stored(name))
+            if not weight_names & set(weight.stored(name))
         }
 
     def query_factor(self, head_dim: int) -> float:

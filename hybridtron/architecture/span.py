@@ -107,8 +107,8 @@ class SpanSpec(HeadsSpec):
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         queries, sizes = self.channels(model)[0], self.chunks()
-        seen = sum(self._visible(seq_len, chunk) for chunk in sizes) / len(sizes)
-        table = super().flops(model, seq_len) | {"attention": 4 * queries * seen}
+        num_visible = sum(self._visible(seq_len, chunk) for chunk in sizes) / len(sizes)
+        table = super().flops(model, seq_len) | {"attention": 4 * queries * num_visible}
         if self.asks:
             # each block's tokens, or its landmark alone, attend to the block; every chunk scores the blocks before it
             table["summaries"] = queries * (2 * self.block + 2 if self.memory == "span" else 4)
@@ -119,9 +119,9 @@ class SpanSpec(HeadsSpec):
     def _visible(self, seq_len: int, chunk: int) -> float:
         """Return the mean number of positions that a token sees, itself included."""
         in_chunk = visible_tokens(min(seq_len, chunk), None)
-        most = 0 if self.memory in ("none", "shifted") else self.blocks * self.block
+        max_chosen = 0 if self.memory in ("none", "shifted") else self.blocks * self.block
         begins = range(0, seq_len, chunk)
-        return in_chunk + sum(min(most, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
+        return in_chunk + sum(min(max_chosen, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         """Return the state parts that training carries."""
@@ -130,11 +130,11 @@ class SpanSpec(HeadsSpec):
         if self.retrieves:
             parts |= {name: replace(parts[name], handed="row") for name in ("keys", "values")}
         if self.asks:
-            blocks, asked = self.carried_blocks(self.remember)
+            blocks, num_sums = self.carried_blocks(self.remember)
             assert blocks is not None
             parts["queries"] = StatePart("kv", (self.block - 1, self.heads, head), cuts=(Cut(1),), handed="tail")
             parts["summaries"] = StatePart("kv", (blocks, self.heads, head), "float32", cuts=(Cut(1),), handed="table")
-            parts["sums"] = StatePart("kv", (asked, self.heads, head), "float32", cuts=(Cut(1),), handed="table")
+            parts["sums"] = StatePart("kv", (num_sums, self.heads, head), "float32", cuts=(Cut(1),), handed="table")
         return parts
 
     def carry_problems(self, seq_len: int) -> Iterator[Problem]:

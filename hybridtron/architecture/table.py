@@ -184,8 +184,8 @@ def _option_problems(schema: type, what: str, options: Mapping[str, Any], where:
     for name, value in options.items():
         below = next((kind for kind in _alternatives(hints.get(name)) if dataclasses.is_dataclass(kind)), None)
         if name not in names:
-            near = did_you_mean(name, names)
-            problems.append(Problem(f"{where}.{name}", f"is no option of {what}{near}; {_known(names)}"))
+            hint = did_you_mean(name, names)
+            problems.append(Problem(f"{where}.{name}", f"is no option of {what}{hint}; {_known(names)}"))
         elif isinstance(below, type) and isinstance(value, Mapping):
             problems += _option_problems(below, name, value, f"{where}.{name}")
         elif not _fits(value, hints[name]):

@@ -87,14 +87,14 @@ class Checkpoint:
 
     def fill(self, blocks: Sequence[Any]) -> None:
         """Read blocks (`ShardedTensor`s) of any layout, in place. Raises BrokenCheckpoint if shapes differ."""
-        wanted: dict[str, list[tuple[Tensor, Sequence[int]]]] = {}
+        targets: dict[str, list[tuple[Tensor, Sequence[int]]]] = {}
         for block in blocks:
             if self._of(block.key)[0].shape != tuple(block.global_shape):
                 shapes = f"{self._of(block.key)[0].shape}, not {tuple(block.global_shape)}"
                 raise BrokenCheckpoint(f"{self.folder} holds {block.key} of shape {shapes}")
-            wanted.setdefault(block.key, []).append((block.data, block.global_offset))
+            targets.setdefault(block.key, []).append((block.data, block.global_offset))
         with ThreadPoolExecutor(READERS) as threads:
-            list(threads.map(lambda key: self._fill(key, wanted[key]), wanted))
+            list(threads.map(lambda key: self._fill(key, targets[key]), targets))
 
     def weights(self, table: Mapping[str, Parameter]) -> Callable[[str], Tensor]:
         """Return a function that reads a full weight by its name in the model, and joins its stored parts."""

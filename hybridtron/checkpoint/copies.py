@@ -76,9 +76,9 @@ class Copier:
     def _copied(self, one: Any, beside: AbstractContextManager[Any]) -> Copied:
         """Copy a block into reused memory, and check that the copy is finite."""
         place = (one.key, one.global_offset)
-        held = self._held.get(place)
-        if held is None or held.shape != one.data.shape or held.dtype != one.data.dtype:
-            held = self._held[place] = torch.empty(one.data.shape, dtype=one.data.dtype, device="cpu")
+        memory = self._held.get(place)
+        if memory is None or memory.shape != one.data.shape or memory.dtype != one.data.dtype:
+            memory = self._held[place] = torch.empty(one.data.shape, dtype=one.data.dtype, device="cpu")
         with beside:
-            copy(one.data, held)
-        return Copied(replace(one, data=held), is_finite(held))
+            copy(one.data, memory)
+        return Copied(replace(one, data=memory), is_finite(memory))

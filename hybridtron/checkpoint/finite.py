@@ -37,7 +37,7 @@ def not_finite(blocks: Iterable[Any]) -> str | None:
     with ThreadPoolExecutor(THREADS) as threads:
         extremes = torch.stack([*threads.map(lambda block: _extremes(block.data).float(), floating)]).cpu()
     fine = extremes.isfinite().all(dim=1).tolist()
-    return next((block.key for block, well in zip(floating, fine, strict=True) if not well), None)
+    return next((block.key for block, finite in zip(floating, fine, strict=True) if not finite), None)
 
 
 def all_finite(key: str | None) -> None:

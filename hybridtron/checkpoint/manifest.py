@@ -88,12 +88,12 @@ class CheckpointManifest:
 
     def incomplete(self) -> list[str]:
         """Return the keys of tensors whose chunks together have more or fewer entries than the tensor."""
-        held: dict[str, int] = {}
-        wanted: dict[str, int] = {}
+        stored_sizes: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for chunk in self.chunks:
-            held[chunk.key] = held.get(chunk.key, 0) + math.prod(chunk.size)
-            wanted[chunk.key] = math.prod(chunk.shape)
-        return [key for key, size in wanted.items() if held[key] != size]
+            stored_sizes[chunk.key] = stored_sizes.get(chunk.key, 0) + math.prod(chunk.size)
+            sizes[chunk.key] = math.prod(chunk.shape)
+        return [key for key, size in sizes.items() if stored_sizes[key] != size]
 
 
 def name_of(step: int) -> str:
@@ -170,11 +170,11 @@ def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
 
 def migrated(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Convert a manifest's content to the current format. Raises BrokenCheckpoint if its format is not known."""
-    written = content["format"]
+    format_number = content["format"]
     while content["format"] in MIGRATIONS:
         content = MIGRATIONS[content["format"]](content)
     if content["format"] != FORMAT:
-        raise BrokenCheckpoint(f"{path} has checkpoint format {written}; this version reads up to {FORMAT}")
+        raise BrokenCheckpoint(f"{path} has checkpoint format {format_number}; this version reads up to {FORMAT}")
     return content
 
 

@@ -150,24 +150,26 @@ def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> RestoreFault
     it lacks is read from the weight. Moments that it lacks, or that are not kept, are zero. Adapters that it lacks keep
     their initial values.
     """
-    held = border.weights.shapes
+    stored_shapes = border.weights.shapes
     wanted = []
 
     def begins(key: str) -> bool:
-        return is_adapter(key) and key not in held  # the engine has initialized it
+        return is_adapter(key) and key not in stored_shapes  # the engine has initialized it
 
     for block in blocks["model"]:
         if begins(block.key):
             continue
         master = f"master.{block.key}"
-        wanted.append(replace(block, key=master) if block.data.dtype != torch.bfloat16 and master in held else block)
+        wanted.append(
+            replace(block, key=master) if block.data.dtype != torch.bfloat16 and master in stored_shapes else block
+        )
     for block in blocks["optimizer"]:
         kind, _, weight = block.key.partition(".")
         if kind == "master" and begins(weight):
             continue
         if kind == "master":
-            wanted.append(block if block.key in held else replace(block, key=weight))
-        elif border.moments and block.key in held:
+            wanted.append(block if block.key in stored_shapes else replace(block, key=weight))
+        elif border.moments and block.key in stored_shapes:
             wanted.append(block)
         else:
             block.data.zero_()

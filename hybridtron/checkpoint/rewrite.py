@@ -132,8 +132,8 @@ def write_whole(
     chunks: list[StoredShard] = []
     for name, of_file in prefetched(iter(tensors)):
         blocks = [block(key, t.shape, (0,) * t.dim(), t, main=True) for key, t in of_file.items()]
-        files[name], written = write_tensors(folder / name, blocks)
-        chunks += written
+        files[name], new_chunks = write_tensors(folder / name, blocks)
+        chunks += new_chunks
     write_bytes(folder / FILE, to_bytes(CheckpointManifest(meta, files, tuple(chunks))))
 
 

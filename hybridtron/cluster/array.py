@@ -153,8 +153,8 @@ def _elements(array: ArrayJob) -> list[str]:
 
 def _command(array: ArrayJob) -> list[str]:
     """Return the lines that run the command in a shell, inside the container if there is one."""
-    *inside, _python, _, _ = commands(array.job)["alone"]
-    return [*software(array.job.cluster), f"exec {shlex.join([*inside, 'bash', '-c', array.command])}", ""]
+    *container_command, _python, _, _ = commands(array.job)["alone"]
+    return [*software(array.job.cluster), f"exec {shlex.join([*container_command, 'bash', '-c', array.command])}", ""]
 
 
 def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str]:

@@ -50,9 +50,10 @@ def begin(asked: argparse.Namespace) -> str:
         say(f"nothing to do here: {before[-1].why}")
         return f"{before[-1].decision} - -"
     step = history.newest_step(asked.run)
-    seen = history.outcome_written(asked.run)
+    outcome_file = history.outcome_written(asked.run)
     history.record(
-        asked.run, Attempt(asked.job, asked.restart, asked.nodes, time.time(), step, outcome_file=seen, step=step)
+        asked.run,
+        Attempt(asked.job, asked.restart, asked.nodes, time.time(), step, outcome_file=outcome_file, step=step),
     )
     say(f"attempt {len(before) + 1} on {', '.join(asked.nodes)}, from step {step}")
     return "go - -"

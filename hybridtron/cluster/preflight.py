@@ -94,10 +94,10 @@ def gpu_faults(count: int) -> list[str]:
         values_of = {name: _nvidia_smi("gpu", name) for name in BROKEN} | {
             name: _nvidia_smi("remapped-rows", name) for name in REMAPPED
         }
-        seen = len(_nvidia_smi("gpu", "index"))
+        num_gpus = len(_nvidia_smi("gpu", "index"))
     except (OSError, subprocess.SubprocessError) as error:
         return [f"nvidia-smi fails: {error}"]
-    faults = [f"has {seen} GPUs, {count} are required"] if seen != count else []
+    faults = [f"has {num_gpus} GPUs, {count} are required"] if num_gpus != count else []
     return faults + [
         f"GPU {index}: {name} is {value}"
         for name, values in values_of.items()
@@ -159,23 +159,23 @@ def look_at_links(report: NodeReport, checks: ChecksConfig, node_of: list[str]) 
     nodes = list(dict.fromkeys(node_of))
     groups = {node: dist.new_group([rank for rank, of in enumerate(node_of) if of == node]) for node in nodes}
     tensor = torch.ones(VALUES[compute_device().type], device=compute_device())
-    inside, wrong = bandwidth(tensor, groups[report.node])
+    node_speed, local_fault = bandwidth(tensor, groups[report.node])
     report.faults += [
         f"rank {rank} there {fault}"
-        for rank, fault in enumerate(all_gather_values(wrong))
+        for rank, fault in enumerate(all_gather_values(local_fault))
         if fault and node_of[rank] == report.node
     ]
-    if inside is not None:
-        report.found.append(f"all-reduce {inside:.3g} GB/s inside")
-        if checks.node_gb_per_s is not None and inside < checks.node_gb_per_s:
-            report.faults.append(f"sums at {inside:.3g} GB/s inside, {checks.node_gb_per_s:g} are required")
-    over_all, wrong = bandwidth(tensor, dist.group.WORLD)
-    if len(nodes) > 1 and over_all is not None:
-        report.found.append(f"{over_all:.3g} GB/s over {len(nodes)} nodes")
-        if checks.network_gb_per_s is not None and over_all < checks.network_gb_per_s:
-            wrong = wrong or f"reaches {over_all:.3g} GB/s, {checks.network_gb_per_s:g} are required"
-    if wrong:
-        report.together = f"all-reduce of all nodes: {wrong}"
+    if node_speed is not None:
+        report.found.append(f"all-reduce {node_speed:.3g} GB/s inside")
+        if checks.node_gb_per_s is not None and node_speed < checks.node_gb_per_s:
+            report.faults.append(f"sums at {node_speed:.3g} GB/s inside, {checks.node_gb_per_s:g} are required")
+    network_speed, local_fault = bandwidth(tensor, dist.group.WORLD)
+    if len(nodes) > 1 and network_speed is not None:
+        report.found.append(f"{network_speed:.3g} GB/s over {len(nodes)} nodes")
+        if checks.network_gb_per_s is not None and network_speed < checks.network_gb_per_s:
+            local_fault = local_fault or f"reaches {network_speed:.3g} GB/s, {checks.network_gb_per_s:g} are required"
+    if local_fault:
+        report.together = f"all-reduce of all nodes: {local_fault}"
 
 
 def bandwidth(tensor: Any, group: Any) -> tuple[float | None, str]:
@@ -191,7 +191,7 @@ def bandwidth(tensor: Any, group: Any) -> tuple[float | None, str]:
     if size == 1:
         return None, ""
     times = []
-    wrong = ""
+    fault = ""
     for _ in range(ROUNDS):
         tensor.fill_(1)
         synchronize()
@@ -200,8 +200,8 @@ def bandwidth(tensor: Any, group: Any) -> tuple[float | None, str]:
         synchronize()
         times.append(time.perf_counter() - began)
         if not bool((tensor == size).all()):
-            wrong = f"gets another sum of {size} ones than {size}: memory or links are broken"
-    return 2 * (size - 1) / size * tensor.numel() * tensor.element_size() / min(times) / 1e9, wrong
+            fault = f"gets another sum of {size} ones than {size}: memory or links are broken"
+    return 2 * (size - 1) / size * tensor.numel() * tensor.element_size() / min(times) / 1e9, fault
 
 
 if __name__ == "__main__":

@@ -130,9 +130,9 @@ def _partition_problems(
         )
     limit = scheduler.seconds(cluster.time)
     if limit is not None and wanted.time_s is not None and limit > wanted.time_s:
-        most = f"{wanted.time_s // 86400}-{time.strftime('%H:%M:%S', time.gmtime(wanted.time_s))}"
+        longest = f"{wanted.time_s // 86400}-{time.strftime('%H:%M:%S', time.gmtime(wanted.time_s))}"
         above = f"is {cluster.time}, above the limit of partition {wanted.name}"
-        yield Problem("cluster.time", f"{above}: use at most {most}, the run is requeued until it has finished")
+        yield Problem("cluster.time", f"{above}: use at most {longest}, the run is requeued until it has finished")
 
 
 def _trial(job: SlurmJob) -> None:

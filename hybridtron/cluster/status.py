@@ -68,9 +68,9 @@ class Status:
         """
         same = [line for line in self.lines if line["phase"] == self.lines[-1]["phase"]]
         counted = same[1:] or same
-        taken = sum(line["step_time"] for line in counted)
+        seconds = sum(line["step_time"] for line in counted)
         tokens = sum(line["tokens_per_second"] * line["step_time"] for line in counted)
-        return tokens / taken if taken > 0 else None
+        return tokens / seconds if seconds > 0 else None
 
     @property
     def left_s(self) -> float | None:

@@ -35,5 +35,5 @@ ONE_QUEUE = WantedVariable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "for parallel.ten
 
 def wanted_variables(parallel: ParallelConfig) -> dict[str, str]:
     """Return the variables, with their values, for processes that have one GPU each."""
-    wanted = (ALLOCATOR, ONE_QUEUE) if parallel.tensor > 1 else (ALLOCATOR,)
-    return {variable.name: variable.value for variable in wanted}
+    variables = (ALLOCATOR, ONE_QUEUE) if parallel.tensor > 1 else (ALLOCATOR,)
+    return {variable.name: variable.value for variable in variables}

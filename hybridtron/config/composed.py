@@ -68,8 +68,8 @@ def _composed_once(
     )
     try:
         with initialize_config_dir(str(configs), version_base=None):
-            named = [f"{choice.group}={choice.name}" for choice in choices]
-            composed = compose("config", [*further, *named], return_hydra_config=True)
+            overrides = [f"{choice.group}={choice.name}" for choice in choices]
+            composed = compose("config", [*further, *overrides], return_hydra_config=True)
     except (HydraException, yaml.YAMLError) as error:
         raise ConfigError([_not_composed(error, folders, choices)]) from error
     for folder in extra_folders:

@@ -72,14 +72,16 @@ def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem
     chunks, bars, layers = chunk_count(parallel), len(arch.stages), len(arch.inseparable)
     if chunks == 1:
         return []
-    asked = f"pipeline={parallel.pipeline} times virtual_pipeline={parallel.virtual_pipeline}"
+    product = f"pipeline={parallel.pipeline} times virtual_pipeline={parallel.virtual_pipeline}"
     if bars > 1 and bars != chunks:
         pairs = [(bars // stages, stages) for stages in range(1, bars) if bars % stages == 0]
         fitting = " or ".join(f"pipeline={size} virtual_pipeline={stages}" for size, stages in pairs)
-        message = f"has {bars - 1} bars, which make {bars} stages, but {asked} are {chunks}: use {fitting}, or no bars"
+        message = (
+            f"has {bars - 1} bars, which make {bars} stages, but {product} are {chunks}: use {fitting}, or no bars"
+        )
         return [Problem("model.pattern", message)]
     if layers < chunks:
-        message = f"is {parallel.pipeline}, but {asked} are {chunks} stages for {layers} layers: use at most {layers}"
+        message = f"is {parallel.pipeline}, but {product} are {chunks} stages for {layers} layers: use at most {layers}"
         return [Problem("parallel.pipeline", message)]
     return []
 

@@ -99,16 +99,16 @@ def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str]
 
     Returns the settings and the files.
     """
-    kept: list[str] = []
+    arguments: list[str] = []
     files: list[OutsideFile] = []
     for setting in settings:
         group, _, name = setting.partition("=")
         file = (
             chosen(group, RENAMED.get(name, name), _known(group, configs)).file if group in groups_of(configs) else None
         )
-        kept.append(f"{group}={file.name}" if file else setting)
+        arguments.append(f"{group}={file.name}" if file else setting)
         files += [file] if file else []
-    return kept, files
+    return arguments, files
 
 
 def load_saved(path: Path) -> Config:
@@ -167,8 +167,8 @@ def _recipe_meant(configs: Path, text: str) -> str | None:
     """Return the recipe that an argument without a key probably means, by name or path; else None."""
     if is_path(text) and is_file(text):
         path = Path(text).absolute()
-        inside = path.is_relative_to(folder := (configs / "recipe").absolute())
-        return path.relative_to(folder).with_suffix("").as_posix() if inside else text
+        is_shipped = path.is_relative_to(folder := (configs / "recipe").absolute())
+        return path.relative_to(folder).with_suffix("").as_posix() if is_shipped else text
     return text if text in _known("recipe", configs) else None
 
 
@@ -183,9 +183,9 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     except HydraException:
         return not_a_value(key, text)
     try:
-        mixture, inside, entry = key.partition(".mixture")
-        if inside:
-            _mix(config, mixture + inside, entry.strip("."), value)
+        mixture, separator, entry = key.partition(".mixture")
+        if separator:
+            _mix(config, mixture + separator, entry.strip("."), value)
         elif key.endswith(".layers") and isinstance(value, dict):
             for letter, options in value.items():
                 _set_letter(config, f"{key}.{letter}", options)

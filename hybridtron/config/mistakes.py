@@ -134,8 +134,8 @@ def unresolved(error: OmegaConfBaseException) -> Problem:
 
 def _meant(config: DictConfig, leaf: str, name: str, names: Sequence[str]) -> str:
     """Return a hint at a name below the same parent, or else at a key with that name anywhere; else an empty text."""
-    if near := did_you_mean(name, names):
-        return near
+    if hint := did_you_mean(name, names):
+        return hint
     # phases first, as they have most keys that newcomers set
     known = sorted((key for key, _, _ in leaves(config)), key=lambda candidate: not candidate.startswith("phases."))
     keys = dict(reversed([(key.rpartition(".")[2], key) for key in known]))

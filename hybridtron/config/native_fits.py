@@ -201,8 +201,8 @@ def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool
         return misfit
     if attention[0].window is not None:
         return "its attention has a window"
-    wrong = [mlp for mixer, mlp in zip(mixers, mlps, strict=True) if mlp.norm_after is not mixer.norm_after]
-    return "its MLPs do not have their norm where the mixers before them have it" if wrong else None
+    misplaced = [mlp for mixer, mlp in zip(mixers, mlps, strict=True) if mlp.norm_after is not mixer.norm_after]
+    return "its MLPs do not have their norm where the mixers before them have it" if misplaced else None
 
 
 def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:

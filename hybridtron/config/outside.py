@@ -55,8 +55,8 @@ class OutsideFile:
     @property
     def package(self) -> str:
         """Section that the file's keys belong to: its `@package`, else everything for a recipe, else its group."""
-        written = _PACKAGE.search(self.text)
-        return written[1] if written else "_global_" if self.group == "recipe" else self.group
+        package = _PACKAGE.search(self.text)
+        return package[1] if package else "_global_" if self.group == "recipe" else self.group
 
 
 def own_folder(configs: Path) -> Path | None:
@@ -146,8 +146,8 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
 
 def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
     """Return the problem for a name that neither the package nor the user's configs/ has, with the nearest names."""
-    near = difflib.get_close_matches(name, names, NEAREST, cutoff=0)
-    known = f"have: {', '.join(names)}" if len(names) <= NEAREST else f"nearest: {', '.join(near)}"
+    nearest = difflib.get_close_matches(name, names, NEAREST, cutoff=0)
+    known = f"have: {', '.join(names)}" if len(names) <= NEAREST else f"nearest: {', '.join(nearest)}"
     path = next((path for path in (f"./{name}", f"./{name}.yaml") if is_file(path)), "./NAME.yaml")
     meant = did_you_mean(name, names)
     return Problem(group, f"has no {name!r}{meant}; {known}; or a file of your own: {group}={path}")

@@ -79,8 +79,8 @@ def folder_of(named: str) -> str:
 def tokenizer_of(folder: str) -> Path | None:
     """Return a checkpoint's tokenizer.json, or that of a run's newest checkpoint; None if there is none."""
     path = Path(folder_of(folder))
-    held = sorted(path.glob("checkpoints/step-*/tokenizer.json"), reverse=True) or [path / "tokenizer.json"]
-    return held[0] if held[0].is_file() else None
+    tokenizers = sorted(path.glob("checkpoints/step-*/tokenizer.json"), reverse=True) or [path / "tokenizer.json"]
+    return tokenizers[0] if tokenizers[0].is_file() else None
 
 
 def unknown(config: DictConfig) -> list[Problem]:
@@ -90,8 +90,8 @@ def unknown(config: DictConfig) -> list[Problem]:
         return []
     problems = []
     for key, text in references(config):
-        named = [name.split(".") for name in _WEIGHTS.findall(text)]
-        if any(name[0] not in saved or name[1] not in saved[name[0]] for name in named):
+        paths = [name.split(".") for name in _WEIGHTS.findall(text)]
+        if any(name[0] not in saved or name[1] not in saved[name[0]] for name in paths):
             problems.append(Problem(key, f"must be set: {folder} was imported, and does not say how it was trained"))
     return problems
 

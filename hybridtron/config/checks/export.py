@@ -23,20 +23,20 @@ def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """
     fault = transformers_fault() if any(phase.settings.export is not None for phase in phases) else None
     for phase in phases:
-        name, wanted = phase.settings.name, phase.settings.export
-        if wanted is None:
+        name, export = phase.settings.name, phase.settings.export
+        if export is None:
             continue
         if not _NAME.fullmatch(name):
             rule = "its export is a folder of this name: use letters, digits, dots, - and _, and no dot in front"
             yield Problem(phase.own_key("name"), f"is {name!r}, and {rule}")
         if fault is not None:
-            yield Problem(phase.own_key("export"), f"is {wanted}, but {fault}")
+            yield Problem(phase.own_key("export"), f"is {export}, but {fault}")
         if phase.arch is None:
             continue
         try:
-            export_class(phase.model, wanted)
+            export_class(phase.model, export)
         except CannotExport as error:
-            yield Problem(phase.own_key("export"), f"is {wanted}, but {error}")
+            yield Problem(phase.own_key("export"), f"is {export}, but {error}")
 
 
 def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:

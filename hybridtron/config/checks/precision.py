@@ -75,9 +75,11 @@ def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
     """Check that at least one sub-layer multiplies in FP8."""
     precision, count = config.precision, len(arch.specs)
     if not fp8_layers(config):
-        kept = f"precision.bf16_first={precision.bf16_first} and bf16_last={precision.bf16_last}"
+        exceptions = f"precision.bf16_first={precision.bf16_first} and bf16_last={precision.bf16_last}"
         cure = f"use less than {count} together, or precision=bf16"
-        yield Problem("precision.name", f"is {precision.name}, but {kept} leave none of {count} layers to it: {cure}")
+        yield Problem(
+            "precision.name", f"is {precision.name}, but {exceptions} leave none of {count} layers to it: {cure}"
+        )
 
 
 def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:

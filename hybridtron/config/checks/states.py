@@ -72,8 +72,8 @@ def _carried(phase: ResolvedPhase) -> Iterator[Problem]:
     if (arch := phase.arch) is None:
         return
     chosen = range(len(arch.specs)) if states.layers is None else states.layers
-    if wrong := [layer for layer in chosen if not 0 <= layer < len(arch.specs)]:
-        yield Problem("states.layers", f"names {wrong}; the model has sub-layers 0 to {len(arch.specs) - 1}")
+    if outside := [layer for layer in chosen if not 0 <= layer < len(arch.specs)]:
+        yield Problem("states.layers", f"names {outside}; the model has sub-layers 0 to {len(arch.specs) - 1}")
         return
     parts = [part for layer in chosen for part in arch.specs[layer].state_parts(arch.sizes).values()]
     if not any(part.kind in kinds for part in parts):

@@ -17,12 +17,12 @@ def meaning_problems(config: Config, index: int, data: TokenFolder | str) -> lis
 
     Nothing is reported without initial weights, if their tokenizer can't be read, or with run.accept_data_changes.
     """
-    named = _named(config, index)
-    if named is None or (tokenizer := _readable(named[1])) is None or config.run.accept_data_changes:
+    entry = _named(config, index)
+    if entry is None or (tokenizer := _readable(entry[1])) is None or config.run.accept_data_changes:
         return []
     from hybridtron.data.same_vocabulary import difference  # it imports tokenizers
 
-    key, weights = named
+    key, weights = entry
     if isinstance(data, str):
         why = f"which has a vocabulary, and {data} would be made now, with a tokenizer of its own"
     elif differs := difference(tokenizer.read_bytes(), data.tokenizer_file.read_bytes()):
@@ -35,9 +35,9 @@ def meaning_problems(config: Config, index: int, data: TokenFolder | str) -> lis
 
 def vocabulary_warnings(config: Config) -> list[str]:
     """Warn about initial weights without a readable tokenizer: the data can't be compared with it."""
-    named = dict(entry for index in range(len(config.phases)) if (entry := _named(config, index)) is not None)
+    weights_by_key = dict(entry for index in range(len(config.phases)) if (entry := _named(config, index)) is not None)
     message = "has no tokenizer that can be read: that the data is of its vocabulary is taken on trust"
-    return [f"{key}={folder} {message}" for key, folder in named.items() if _readable(folder) is None]
+    return [f"{key}={folder} {message}" for key, folder in weights_by_key.items() if _readable(folder) is None]
 
 
 def _named(config: Config, index: int) -> tuple[str, str] | None:

@@ -60,11 +60,11 @@ class Loader:
         part: RowPart = WHOLE,
     ) -> None:
         if order.lanes % (order.micro_batch * ranks):
-            wanted = f"micro_batch={order.micro_batch} on {ranks} ranks"
-            raise ValueError(f"{order.lanes} lanes are not a multiple of {wanted}")
+            layout = f"micro_batch={order.micro_batch} on {ranks} ranks"
+            raise ValueError(f"{order.lanes} lanes are not a multiple of {layout}")
         if part.ranks > 1 and (order.seq_len % part.ranks or order.together > 1):
-            wanted = f"{part.ranks} ranks of rows of {order.seq_len} tokens, in {order.together} chunks at a time"
-            raise ValueError(f"shares of rows are equal parts of one chunk, not {wanted}")
+            layout = f"{part.ranks} ranks of rows of {order.seq_len} tokens, in {order.together} chunks at a time"
+            raise ValueError(f"shares of rows are equal parts of one chunk, not {layout}")
         self.sources, self.order, self.ahead, self.feed, self.part = sources, order, ahead, feed, part
         self.lanes = share_of(order.lanes, rank, ranks)
         self._rows = _Rows(sources, order, rank, ranks, part)
@@ -129,9 +129,9 @@ class Loader:
             parts = deque[list[PartOfRow] | None]()  # of the steps in DALI's queue
 
             def arrays() -> Iterator[RowArrays]:
-                for read in self._read_ahead(steps):
-                    parts.append(read.parts)
-                    yield read.rows
+                for parts_read in self._read_ahead(steps):
+                    parts.append(parts_read.parts)
+                    yield parts_read.rows
 
             for batch in dali_batches(arrays(), self.order.documents):
                 yield self._cut(batch, parts.popleft())

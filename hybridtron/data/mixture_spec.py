@@ -57,9 +57,9 @@ def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
     for source in mixture:
         _check_alike(mixture[0], source)
         if source.weight < SMALLEST_SHARE * whole:
-            few = f"({source.name}) is {source.weight / whole:.1e} of all that is read"
+            fault = f"({source.name}) is {source.weight / whole:.1e} of all that is read"
             cure = f"leave it out, or give it a weight in data.mixture of at least {SMALLEST_SHARE:.0e} of all weights"
-            raise FolderError(source.folder.name, f"{few}: {cure}")
+            raise FolderError(source.folder.name, f"{fault}: {cure}")
     return mixture
 
 
@@ -79,8 +79,8 @@ def named_sources(data: DataConfig) -> list[NamedSource]:
     whole = sum(entry.weight for entry in data.mixture.values())
     sources = []
     for name, entry in data.mixture.items():
-        inside = f", {entry.source}" if entry.source and entry.source != name else ""
-        sources.append(NamedSource(name, f"{entry.path or data.path}{inside}", entry.weight / whole))
+        suffix = f", {entry.source}" if entry.source and entry.source != name else ""
+        sources.append(NamedSource(name, f"{entry.path or data.path}{suffix}", entry.weight / whole))
     return sources or [NamedSource("", data.path, 1.0)]
 
 

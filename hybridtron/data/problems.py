@@ -151,18 +151,18 @@ def _vocabulary_problems(key: str, phase: ResolvedPhase, folder: TokenFolder) ->
 
     An embedded folder must have been made for exactly this size; any other may have a smaller vocabulary.
     """
-    has = folder.manifest.vocab_size
+    folder_size = folder.manifest.vocab_size
     vocab_size = phase.model.vocab_size
     if phase.data.source == Source.embedded:
-        made_for = folder.manifest.origin.get("asked_vocab_size", has)
-        if vocab_size in (has, made_for):
+        made_for = folder.manifest.origin.get("asked_vocab_size", folder_size)
+        if vocab_size in (folder_size, made_for):
             return []
         cure = f"set model.vocab_size={made_for}, or a path where a vocabulary of {vocab_size} can be prepared"
-    elif has <= vocab_size:
+    elif folder_size <= vocab_size:
         return []
     else:
-        cure = f"set model.vocab_size={has} or more, or use other tokens"
-    return [Problem(key, f"{folder.name} has a vocabulary of {has}, model.vocab_size is {vocab_size}; {cure}")]
+        cure = f"set model.vocab_size={folder_size} or more, or use other tokens"
+    return [Problem(key, f"{folder.name} has a vocabulary of {folder_size}, model.vocab_size is {vocab_size}; {cure}")]
 
 
 def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
@@ -173,9 +173,9 @@ def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> li
         return []  # reported by the phase's own rules
     reads = {entry.source: entry.epochs or 0.0 for entry in reading_plan(found, tokens)}
     problems = _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
-    has = min(entry.folder.manifest.vocab_size for entry in found)
-    if problems and 2 * has <= phase.model.vocab_size:  # harmless alone, here a sign of the wrong folder
-        other = f"its vocabulary of {has} is not that of model.vocab_size={phase.model.vocab_size} either"
+    vocab_size = min(entry.folder.manifest.vocab_size for entry in found)
+    if problems and 2 * vocab_size <= phase.model.vocab_size:  # harmless alone, here a sign of the wrong folder
+        other = f"its vocabulary of {vocab_size} is not that of model.vocab_size={phase.model.vocab_size} either"
         return [Problem(problem.key, f"{problem.message}; {other}") for problem in problems]
     return problems
 
@@ -185,17 +185,17 @@ def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: s
 
     enough: a value of data.epochs that would allow it
     """
-    most = phase.data.epochs
+    limit = phase.data.epochs
     source = max(reads, key=lambda name: reads[name])
-    if most is None or reads[source] <= most:
+    if limit is None or reads[source] <= limit:
         return []
     key = phase.key("data.epochs")
     cure = f"{key}={enough} allows it, {phase.own_key('tokens')} or more text makes it fewer"
     if reads[source] > MOST_SENSIBLE:
-        fewer = readable(0.99 * parse_tokens(phase.settings.tokens) * most / reads[source])  # rounded, still allowed
+        fewer = readable(0.99 * parse_tokens(phase.settings.tokens) * limit / reads[source])  # rounded, still allowed
         cure = f"use more text, or {phase.own_key('tokens')}={fewer}, which reads it as often as that"
     times = f"{phase.settings.name} reads the source {source} {reads[source]:,.1f} times"
-    return [Problem(key, f"allows {most:g}, and {times}: {cure}")]
+    return [Problem(key, f"allows {limit:g}, and {times}: {cure}")]
 
 
 def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
@@ -210,8 +210,8 @@ def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource
             cure = f"a smaller seq_len or more text works{reader}"
             problems.append(Problem(key, f"{source.folder.name} ({source.name}) {message}; {cure}"))
     fullest = max(found, key=lambda source: source.tokens("validation"))
-    if (most := fullest.tokens("validation")) <= longest:
-        message = f"at most {most} validation tokens in a source, and one row takes {longest + 1}"
+    if (num_tokens := fullest.tokens("validation")) <= longest:
+        message = f"at most {num_tokens} validation tokens in a source, and one row takes {longest + 1}"
         cure = "smaller run.eval_lengths or seq_len works, or more of them: hybridtron data prepare --validation"
         where = f"{fullest.folder.name} ({fullest.name}) has the most{reader}"
         problems.append(Problem(key, f"{message}; {cure}; {where}"))

@@ -49,8 +49,8 @@ def gather(sources: Sequence[DocumentStore], rows: Sequence[RowSpans], dtype: np
     counts = np.array([span.count for _, span in spans])
     length = int(counts.sum()) // len(rows)
     tokens_BT = np.empty((len(rows), length), dtype)
-    read = [sources[source].read(*span) for source, span in spans]
-    np.concatenate(read, out=tokens_BT.reshape(-1), casting="same_kind")
+    pieces = [sources[source].read(*span) for source, span in spans]
+    np.concatenate(pieces, out=tokens_BT.reshape(-1), casting="same_kind")
     learned_BT = np.ones((len(rows), length), np.bool_)
     if any(source.masked for source in sources):
         masks = [sources[source].read_mask(*span) for source, span in spans]

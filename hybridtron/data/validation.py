@@ -47,6 +47,6 @@ def _begins(available: int, tokens: int, seq_len: int, piece: int) -> list[int]:
     """
     piece = piece if piece <= available else seq_len
     pieces = available // piece
-    wanted = min(max(1, tokens // piece), pieces)
-    begins = [(2 * number + 1) * pieces // (2 * wanted) * piece for number in range(wanted)]
+    num_begins = min(max(1, tokens // piece), pieces)
+    begins = [(2 * number + 1) * pieces // (2 * num_begins) * piece for number in range(num_begins)]
     return [begin + row * seq_len for begin in begins for row in range(piece // seq_len)]

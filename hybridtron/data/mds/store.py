@@ -134,12 +134,12 @@ class DocumentStore:
 
     def prepare(self, shards: Iterable[int]) -> None:
         """Make shards present and verified. Missing shards are fetched in parallel."""
-        wanted = [shard for shard in dict.fromkeys(shards) if shard not in self._mapped]
-        if not wanted:
+        missing = [shard for shard in dict.fromkeys(shards) if shard not in self._mapped]
+        if not missing:
             return
         pool = ThreadPoolExecutor(THREADS, "prepare")
         try:
-            for done in [pool.submit(self._acquire, shard) for shard in wanted]:
+            for done in [pool.submit(self._acquire, shard) for shard in missing]:
                 done.result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -165,10 +165,10 @@ class DocumentStore:
         except ValueError as error:
             raise DataError(f"{self._shard_name(shard)} {error}") from error
         masked = self._shards[shard].learned is not None
-        if len(wrong := wrong_samples(offsets, lengths, self._itemsize, len(data), masked)):
+        if len(missized := wrong_samples(offsets, lengths, self._itemsize, len(data), masked)):
             raise DataError(
-                f"{self._shard_name(shard)}: {len(wrong)} samples do not have the size of their documents in "
-                f"lengths.npy, the first is {wrong[0]} (document {end - documents + int(wrong[0])})"
+                f"{self._shard_name(shard)}: {len(missized)} samples do not have the size of their documents in "
+                f"lengths.npy, the first is {missized[0]} (document {end - documents + int(missized[0])})"
             )
         mapped = _Mapped(data, offsets, lengths, end - documents, path, _inode(path))
         self._drop_maps()

@@ -82,11 +82,11 @@ class Lanes:
             number = self._round_at(lane, position)
             sources, documents, borders = self._piece(lane, number)
             offset = position - int(self._ends[number][lane])
-            taken = min(count, int(borders[-1]) - offset)
-            new_spans = cut(documents, borders[1:], offset, taken)
+            num_taken = min(count, int(borders[-1]) - offset)
+            new_spans = cut(documents, borders[1:], offset, num_taken)
             first = int(borders.searchsorted(offset, side="right")) - 1
             spans += zip(sources[first : first + len(new_spans)].tolist(), new_spans, strict=True)
-            position, count = position + taken, count - taken
+            position, count = position + num_taken, count - num_taken
         return RowSpans(spans, step * self._seq_len if self._joined else spans[0][1].first)
 
     def _round_at(self, lane: int, position: int) -> int:

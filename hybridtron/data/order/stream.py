@@ -59,8 +59,8 @@ def cut(documents: np.ndarray, ends: np.ndarray, start: int, count: int) -> list
     begin = int(ends[left - 1]) if left else 0
     spans = []
     for document, end in zip(documents[left:right].tolist(), ends[left:right].tolist(), strict=True):
-        taken = min(end, stop) - start
-        spans.append(Span(document, start - begin, taken))
+        num_tokens = min(end, stop) - start
+        spans.append(Span(document, start - begin, num_tokens))
         start = begin = end
     return spans
 
@@ -97,8 +97,8 @@ class DocumentStream:
         while count:
             documents, ends, offset = self._block_at(start)
             spans += cut(documents, ends, offset, count)
-            taken = min(count, int(ends[-1]) - offset)
-            start, count = start + taken, count - taken
+            num_taken = min(count, int(ends[-1]) - offset)
+            start, count = start + num_taken, count - num_taken
         return spans
 
     def border(self, position: int) -> int:

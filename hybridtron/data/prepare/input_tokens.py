@@ -196,9 +196,9 @@ def _mds_column(entry: dict[str, Any], text_key: str, index: Path) -> str:
         return text_key
     if str(encodings.get(TOKENS)).startswith(("ndarray:uint", "ndarray:int")):
         return TOKENS
-    has = ", ".join(f"{name} ({encoding})" for name, encoding in encodings.items())
+    columns = ", ".join(f"{name} ({encoding})" for name, encoding in encodings.items())
     raise InputError(
-        f"{index} has neither a column {text_key!r} of str, nor one {TOKENS!r} of integer ndarray; it has: {has}"
+        f"{index} has neither a column {text_key!r} of str, nor one {TOKENS!r} of integer ndarray; it has: {columns}"
     )
 
 

@@ -114,12 +114,12 @@ def _check(settings: FolderSettings, workers: int) -> None:
     if settings.compression is not None and settings.compression not in known:
         raise ArgumentError(f"--compression is {settings.compression}; none, zstd and zstd:1 to zstd:22 are known")
 
-    least, most = settings.min_tokens, settings.max_tokens
-    for option, limit in (("--min-tokens", least), ("--max-tokens", most)):
+    min_tokens, max_tokens = settings.min_tokens, settings.max_tokens
+    for option, limit in (("--min-tokens", min_tokens), ("--max-tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise ArgumentError(f"{option} is {limit}, must be at least 1")
-    if least is not None and most is not None and most < least:
-        raise ArgumentError(f"--max-tokens is {most}, below --min-tokens {least}: no document would be left")
+    if min_tokens is not None and max_tokens is not None and max_tokens < min_tokens:
+        raise ArgumentError(f"--max-tokens is {max_tokens}, below --min-tokens {min_tokens}: no document would be left")
 
 
 def _check_learn(inputs: Sequence[Input], vocabulary: Vocabulary, learn: str | None) -> None:

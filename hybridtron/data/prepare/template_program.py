@@ -37,10 +37,10 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
-        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         marks: list[str] = self.environment.marks  # type: ignore[attr-defined]
         begin, end = (nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in marks)
-        return [begin, *inside, end]
+        return [begin, *body, end]
 
 
 def main() -> None:
@@ -65,9 +65,9 @@ def main() -> None:
 
 def _bound(memory: int) -> None:
     """Limit memory, disable core dumps, and let the timers' signals end the process."""
-    for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+    for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
         with suppress(OSError, ValueError):  # macOS has the first, but refuses to set it
-            resource.setrlimit(kind, (most, most))
+            resource.setrlimit(kind, (limit, limit))
     ending = (signal.SIGPROF, signal.SIGALRM)
     for number in ending:
         signal.signal(number, signal.SIG_DFL)

@@ -90,10 +90,10 @@ def _until_eos(tokens: np.ndarray, mask: np.ndarray | None, vocabulary: Vocabula
 def _checked(content: np.ndarray, where: str, vocabulary: Vocabulary) -> np.ndarray:
     """Return another program's tokens as int64; raise InputError if one is outside the vocabulary."""
     tokens = content.astype(np.int64).reshape(-1)
-    wrong = tokens[(tokens < 0) | (tokens >= vocabulary.size)]
-    if len(wrong):
+    bad_tokens = tokens[(tokens < 0) | (tokens >= vocabulary.size)]
+    if len(bad_tokens):
         raise InputError(
-            f"{where}: has token {wrong[0]}, and the tokenizer {vocabulary.name} ends at {vocabulary.size - 1}; "
+            f"{where}: has token {bad_tokens[0]}, and the tokenizer {vocabulary.name} ends at {vocabulary.size - 1}; "
             "the tokens were made with another one: give that as --tokenizer"
         )
     return tokens

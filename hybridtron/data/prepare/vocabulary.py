@@ -132,8 +132,10 @@ def _template_text(folder: Path, configs: list[dict]) -> str | None:
     except FileNotFoundError:
         text = configs[0].get("chat_template")
         if isinstance(text, list):
-            named = {template.get("name"): template.get("template") for template in text if isinstance(template, dict)}
-            text = named.get("default")
+            templates = {
+                template.get("name"): template.get("template") for template in text if isinstance(template, dict)
+            }
+            text = templates.get("default")
     except (Unreadable, UnicodeDecodeError) as error:
         raise ArgumentError(f"--tokenizer: {folder / 'chat_template.jinja'} can't be read: {error}") from error
     return text if isinstance(text, str) and text else None
@@ -168,8 +170,8 @@ def _config(file: Path) -> dict:
 def _named(configs: list[dict], key: str) -> str | None:
     """Return a special token from the first configuration that names it, as a string or as {"content": ...}."""
     for values in configs:
-        named = values.get(key)
-        named = named.get("content") if isinstance(named, dict) else named
-        if isinstance(named, str) and named:
-            return named
+        token = values.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token:
+            return token
     return None

@@ -156,8 +156,8 @@ class Attending:
     def _add(self, shift: int, looked: Looked) -> None:
         """Add each head's sums over rows and queries."""
         entropy_BHQ, keys_BHQ = looked
-        ones = torch.ones_like(entropy_BHQ)
-        sums_H3 = torch.stack([x.sum((0, 2)) for x in (entropy_BHQ, keys_BHQ.log(), ones)], dim=1)
+        ones_BHQ = torch.ones_like(entropy_BHQ)
+        sums_H3 = torch.stack([x.sum((0, 2)) for x in (entropy_BHQ, keys_BHQ.log(), ones_BHQ)], dim=1)
         self.sums[shift] = self.sums.get(shift, 0) + sums_H3
 
     def tensors(self) -> dict[str, Tensor]:

@@ -97,11 +97,11 @@ class HarnessModel(TemplateLM):
         try:
             return self.chat.prompt(chat_history, continued=not add_generation_prompt)
         except ValueError as error:
-            rest = [message for message in chat_history if message["role"] != "system"]
-            if len(rest) == len(chat_history):
+            other_messages = [message for message in chat_history if message["role"] != "system"]
+            if len(other_messages) == len(chat_history):
                 raise Unusable(f"{self.model.folder}: {error}") from error
             self.without_system += 1
-            return self.apply_chat_template(rest, add_generation_prompt)
+            return self.apply_chat_template(other_messages, add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         """Encode a text. By default special tokens are added unless the text already begins with the prefix token."""
@@ -120,8 +120,8 @@ class HarnessModel(TemplateLM):
 
     def _scored(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """Return, for each row, its last tokens' log-likelihood, and True if all are the likeliest."""
-        wanted = [Request(self._kept(tokens, self.max_length + 1), scored) for tokens, scored in rows]
-        return [(value, bool(greedy)) for value, greedy in self._results(wanted)]
+        requests = [Request(self._kept(tokens, self.max_length + 1), scored) for tokens, scored in rows]
+        return [(value, bool(greedy)) for value, greedy in self._results(requests)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         windows = [list(self._windows(*request.args)) for request in requests]

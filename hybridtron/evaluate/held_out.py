@@ -134,8 +134,8 @@ def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tupl
             for stream in streams
         ]
     turns = itertools.chain.from_iterable(map(enumerate, itertools.zip_longest(*spans_of_sources)))
-    chosen = [RowSpans([(source, span) for span in spans], 0) for source, spans in turns if spans is not None][:rows]
-    if not chosen:
+    row_spans = [RowSpans([(source, span) for span in spans], 0) for source, spans in turns if spans is not None][:rows]
+    if not row_spans:
         most = max((int(store.shard_tokens.sum()) for store in stores), default=0)
         raise Unusable(f"a row takes {length + 1} tokens, no source holds out more than {most}: take fewer by --length")
-    return chosen, f"{len(chosen)} {kind}" + (f" ({rows} were asked for)" if len(chosen) < rows else "")
+    return row_spans, f"{len(row_spans)} {kind}" + (f" ({rows} were asked for)" if len(row_spans) < rows else "")

@@ -55,7 +55,11 @@ class SourceFile:
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
         tree = ast.parse(text)
         # without "from __future__ import annotations" the bytecode also looks up the names in annotations
-        statements = [n for n in tree.body if not (isinstance(n, ast.ImportFrom) and n.module == "__future__")]
+        statements = [
+            statement
+            for statement in tree.body
+            if not (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
+        ]
         code = compile(ast.Module(statements, []), str(path), "exec", dont_inherit=True)
         source = SourceFile(module, text.splitlines(), {}, {}, {}, sorted(set(_globals(code))))
         for node in tree.body:

@@ -140,8 +140,10 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
         "config.yaml": to_yaml(source.config(output.name)).encode(),
         "tokenizer.json": _tokenizer(folder),
     }
-    known = {"eos": "eos_token_id", LONGEST: LONGEST}
-    data = {ours: str(value) for ours, key in known.items() if isinstance(value := source.settings.get(key), int)}
+    setting_names = {"eos": "eos_token_id", LONGEST: LONGEST}
+    data = {
+        ours: str(value) for ours, key in setting_names.items() if isinstance(value := source.settings.get(key), int)
+    }
     if (chat := _chat_template(folder)) is not None:
         data[CHAT] = chat.stored()
     meta = Meta(0, 0, data, f"imported from {source.kind.name}", torch.__version__)

@@ -33,12 +33,12 @@ class Bamba(Mamba2Hybrid):
             **common,
             rope_parameters.PARAMETERS: {**common[rope_parameters.PARAMETERS], PART: TURNED},
             PART: TURNED,
-            "attn_layer_indices": [n for n, spec in enumerate(mixers) if isinstance(spec, AttentionSpec)],
+            "attn_layer_indices": [index for index, spec in enumerate(mixers) if isinstance(spec, AttentionSpec)],
         }
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         attention_layers = theirs.get("attn_layer_indices") or []
-        pattern = "".join("A-" if n in attention_layers else "M-" for n in range(theirs["num_hidden_layers"]))
+        pattern = "".join("A-" if index in attention_layers else "M-" for index in range(theirs["num_hidden_layers"]))
         return self.with_letters(pattern, theirs)
 
     def attention(self, theirs: Settings) -> Settings:

@@ -116,7 +116,7 @@ def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
     A = [source.whole(pair[0]) for part in rule.ours if (pair := adapter_pair(shapes, part)) is not None]
     if not A:
         return {}
-    if len(A) < len(rule.ours) or any(not torch.equal(A[0], other) for other in A[1:]):
+    if len(A) < len(rule.ours) or any(not torch.equal(A[0], other_A) for other_A in A[1:]):
         raise CannotExport(
             f"{rule.theirs} has an adapter for each of its parts, and peft one for all: export it merged"
         )

@@ -31,9 +31,9 @@ from hybridtron.regular_files import read_regular
 def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof:
     """Compare an export with its checkpoint on sampled layers. Raises NotTheSame if logits or tokens differ."""
     full_model = checkpoint.config.model
-    taken = sampled(architecture(full_model), target)
-    model = part_of(full_model, taken)
-    names_in_folder = _names_in_the_folder(full_model, model, taken, target)
+    sampled_layers = sampled(architecture(full_model), target)
+    model = part_of(full_model, sampled_layers)
+    names_in_folder = _names_in_the_folder(full_model, model, sampled_layers, target)
     weights = Weights(folder)
     if missing := sorted(set(names_in_folder.values()) - weights.shapes.keys()):
         raise NotTheSame(f"{folder} has no {missing[0]}")
@@ -44,7 +44,7 @@ def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof
         write_json(temporary / "config.json", _settings(folder, full_model, model, target))
         for name in target.files():
             (temporary / name).write_bytes(read_regular(folder / name, LARGEST))
-        return same_model(temporary, model, _ours(checkpoint, model, taken))
+        return same_model(temporary, model, _ours(checkpoint, model, sampled_layers))
 
 
 def sampled(arch: Architecture, target: Native) -> list[int]:
@@ -66,7 +66,11 @@ def part_of(model: ModelConfig, taken: list[int]) -> ModelConfig:
     """Return the configuration for a model with only the sub-layers `taken`."""
     letters = architecture(model).letters
     pattern = "".join(letters[index] for index in taken)
-    return replace(model, pattern=pattern, layers={k: v for k, v in model.layers.items() if k in pattern})
+    return replace(
+        model,
+        pattern=pattern,
+        layers={letter: options for letter, options in model.layers.items() if letter in pattern},
+    )
 
 
 def sample_size(model: ModelConfig, target: Native) -> int:

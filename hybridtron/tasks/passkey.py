@@ -110,9 +110,9 @@ def depth_of(index: int, steps: int, random: Random) -> float:
 def tiled(tokenizer: TextTokens, count: int) -> list[int]:
     """Return `count` tokens of the filler text, repeated with spaces in between."""
     tokens = tokenizer.encode(FILLER)
-    again = tokenizer.encode(f" {FILLER}")
+    repeated = tokenizer.encode(f" {FILLER}")
     while len(tokens) < count:
-        tokens += again
+        tokens += repeated
     return tokens[:count]
 
 
@@ -121,6 +121,6 @@ def prefix_filler(tokenizer: TextTokens, count: int, trim: str) -> list[int]:
     if trim == "right" or count == 0:
         return tiled(tokenizer, count)
     first = tokenizer.encode(FILLER)
-    again = tokenizer.encode(f" {FILLER}")
-    units = max(0, -(-(count - len(first)) // len(again)))
-    return [*first, *(again * units)][-count:]
+    repeated = tokenizer.encode(f" {FILLER}")
+    units = max(0, -(-(count - len(first)) // len(repeated)))
+    return [*first, *(repeated * units)][-count:]

@@ -62,15 +62,18 @@ class JointRecall(TokenTask):
         random = self.random(seed, index)
         counts = [random.randint(fewest, most) for fewest, most in ranges]
         firsts = [FIRST_KEY + SYMBOLS * above for above in reversed(range(len(counts)))]
-        levels = [random.sample(range(first, first + self.symbols), n) for first, n in zip(firsts, counts, strict=True)]
+        levels = [
+            random.sample(range(first, first + self.symbols), count)
+            for first, count in zip(firsts, counts, strict=True)
+        ]
         table = {path: random.randrange(FIRST_VALUE, FIRST_VALUE + self.symbols) for path in product(*levels)}
-        shown, asked = (blocks(table, levels, (), random) for _ in range(2))
-        prefix = (BOS, *shown, SEPARATOR)
-        padding = (PADDING,) * (length - len(prefix) - len(asked)) if self.padded else ()
-        tokens = (*prefix, *asked, *padding)
-        mask = (*(0 for _ in prefix), *(int(token < FIRST_KEY) for token in asked), *(0 for _ in padding))
+        first_table, second_table = (blocks(table, levels, (), random) for _ in range(2))
+        prefix = (BOS, *first_table, SEPARATOR)
+        padding = (PADDING,) * (length - len(prefix) - len(second_table)) if self.padded else ()
+        tokens = (*prefix, *second_table, *padding)
+        mask = (*(0 for _ in prefix), *(int(token < FIRST_KEY) for token in second_table), *(0 for _ in padding))
         first = mask.index(1)
-        answer = " ".join(str(token) for token in asked if token < FIRST_KEY)
+        answer = " ".join(str(token) for token in second_table if token < FIRST_KEY)
         return Sample(
             self.name,
             seed,
@@ -80,7 +83,7 @@ class JointRecall(TokenTask):
             tokens,
             mask,
             tuple(answer.split()),
-            generate=len(prefix) + len(asked) - first,
+            generate=len(prefix) + len(second_table) - first,
             max_length=length,
             meta={"levels": levels},
         )

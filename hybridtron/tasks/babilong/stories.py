@@ -40,15 +40,15 @@ Steps = Iterator[str | Asked]
 def story_of(steps: Steps) -> Story:
     """Collect statements and questions until a story has QUESTIONS questions, or the generator ends."""
     facts: list[str] = []
-    asked: list[Asked] = []
+    questions: list[Asked] = []
     for step in steps:
         if isinstance(step, str):
             facts.append(step)
         else:
-            asked.append(Asked(len(facts), step.question, step.answer, step.about))
-            if len(asked) == QUESTIONS:
+            questions.append(Asked(len(facts), step.question, step.answer, step.about))
+            if len(questions) == QUESTIONS:
                 break
-    return Story(facts, asked)
+    return Story(facts, questions)
 
 
 def qa1(random: Random) -> Steps:
@@ -69,8 +69,8 @@ def _stream(world: World, *kinds: tuple[str, ...]) -> Steps:
     """
     while True:
         chosen = world.random.choice((*kinds, ()))
-        valid = world.handlings(chosen)
-        yield world.do(world.random.choice(valid)) if valid else world.move()
+        handlings = world.handlings(chosen)
+        yield world.do(world.random.choice(handlings)) if handlings else world.move()
 
 
 def _moving_objects(random: Random, ask: Callable[[World], Asked | None]) -> Steps:
@@ -120,8 +120,10 @@ def qa4(random: Random) -> Steps:
     a, b, c = random.sample(PLACES, 3)  # a is `first` of b, b is `first` of c
     pairs = random.sample(((a, b), (b, c)), 2)
     yield from (
-        f"The {x} is {first} of the {y}." if random.random() < 0.5 else f"The {y} is {second} of the {x}."
-        for x, y in pairs
+        f"The {place} is {first} of the {other_place}."
+        if random.random() < 0.5
+        else f"The {other_place} is {second} of the {place}."
+        for place, other_place in pairs
     )
     side = random.choice((first, second))
     ahead, behind = (a, c) if side == first else (c, a)

@@ -69,20 +69,20 @@ class Folder:
 
         Raises Unusable if a run with a folder was started with other settings before.
         """
-        known = read_record(self.path / STARTED)
+        recorded_settings = read_record(self.path / STARTED)
         for run in sweep.runs:
             settings = self.settings(run)
-            earlier_settings = known.get(run.name, [])
+            earlier_settings = recorded_settings.get(run.name, [])
             if earlier_settings and earlier_settings != settings and self.of(run.name).exists():
                 changed = sorted(set(earlier_settings) ^ set(settings))
                 raise Unusable(
                     f"{self.of(run.name)} was started with other settings ({', '.join(changed)}): "
                     "name another folder with --output, or remove this run's"
                 )
-            known[run.name] = settings
+            recorded_settings[run.name] = settings
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / LOGS).mkdir(exist_ok=True)
-        write_whole(self.path / STARTED, json.dumps(known, indent=1))
+        write_whole(self.path / STARTED, json.dumps(recorded_settings, indent=1))
 
 
 def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[Collection[str]], None]) -> Iterator[EndedRun]:

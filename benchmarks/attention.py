@@ -116,9 +116,11 @@ def attention(report: BenchReport) -> None:
     """A window over the length."""
     sizes = TINY_WINDOW if report.quick else WINDOW
     report.device = compute_device().type
-    ours, passes = windowed(sizes.window), {}
+    ours = windowed(sizes.window)
+    passes = {}
     for length in sizes.lengths:
-        row, forms = Row(sizes, length), {"window": ours, "full": full}
+        row = Row(sizes, length)
+        forms = {"window": ours, "full": full}
         if length <= sizes.most:
             forms["dense mask"] = masked(length, sizes.window)
             difference(row.forward_backward(ours), row.forward_backward(forms["dense mask"]))
@@ -134,7 +136,8 @@ def attention(report: BenchReport) -> None:
         f"{report.repetitions} rounds of every form; window per token: our time per token over that of the first row",
         "outputs and gradients agree with those of the dense mask wherever that is measured",
     ]
-    last, dense = sizes.lengths[-1], [found for length, found in measured.items() if length <= sizes.most]
+    last = sizes.lengths[-1]
+    dense = [found for length, found in measured.items() if length <= sizes.most]
     report.at_most(f"window of {sizes.window} / full at {last} tokens", 0.15, measured[last].ratio("window", "full"))
     worst = max(found.ratio("window", "dense mask") for found in dense)
     report.at_most("window / dense mask, at the worst length", 1.0, worst)
@@ -144,7 +147,8 @@ def span(report: BenchReport) -> None:
     """Spans over the length, and their peak memory."""
     sizes = TINY_SPAN if report.quick else SPAN
     report.device = compute_device().type
-    forms, row = span_forms(sizes), Row(sizes, 4 * sizes.window)
+    forms = span_forms(sizes)
+    row = Row(sizes, 4 * sizes.window)
     ours = row.forward_backward(forms["span"])
     with force(span_attention="reference"):
         difference(ours, row.forward_backward(forms["span"]))
@@ -176,7 +180,8 @@ def span(report: BenchReport) -> None:
 
 def span_pairs(length: int, sizes: Sizes) -> float:
     """Mean over the tokens of a row of the keys that one sees: its chunk up to it, and the blocks read of the past."""
-    chunk, most = sizes.window, sizes.block * sizes.blocks
+    chunk = sizes.window
+    most = sizes.block * sizes.blocks
     past = [min(most, start) for start in range(0, length, chunk)]
     return visible_tokens(chunk, None) + sum(past) / len(past)
 

@@ -30,7 +30,8 @@ from hybridtron.proving.steps import Steps, checked, one_process, random_batches
 from hybridtron.requirements import hide_known_warnings
 
 RANKS = 2
-SHARED, WHOLE = "2 processes", "1 process, 2 threads"
+SHARED = "2 processes"
+WHOLE = "1 process, 2 threads"
 MODELS = {"Mamba": "(M-W-)*2", "Mamba-2": "(S-W-)*2"}
 SIZES = ("model.width=128", "model.layers.-.hidden=320", "model.layers.W.window=512", "model.layers.S={kind: mamba2}")
 ROW = ("phases.0.global_batch=1", "phases.0.micro_batch=1", "data.documents=join")
@@ -99,7 +100,8 @@ def context(report: BenchReport) -> None:
 
 def compared(model: str, forms: Mapping[str, Form]) -> float:
     """Processor time of the forms, one over the other, if they have computed the same."""
-    shared, whole = forms[SHARED], forms[WHOLE]
+    shared = forms[SHARED]
+    whole = forms[WHOLE]
     apart = max(abs(one.loss - other.loss) for one, other in zip(shared.taken, whole.taken, strict=False))
     assert apart <= LOSS_TOLERANCE, f"the losses of {model} differ by {apart:.1e}"
     return shared.processor / whole.processor
@@ -107,7 +109,8 @@ def compared(model: str, forms: Mapping[str, Form]) -> float:
 
 def taken(steps: Steps) -> Taken:
     """One step of this process."""
-    wall, processor = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    processor = time.process_time()
     steps()
     loss = steps.losses[-1].item()
     return Taken(loss, time.perf_counter() - wall, time.process_time() - processor)

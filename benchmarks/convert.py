@@ -31,7 +31,8 @@ SHARD = 256 * MIB
 
 def converted(arguments: list[str]) -> tuple[Seconds, int]:
     """Seconds of a conversion, and the bytes that it adds to this process."""
-    before, start = resident(reset=True), time.perf_counter()
+    before = resident(reset=True)
+    start = time.perf_counter()
     with redirect_stdout(io.StringIO()):
         assert convert_commands.run(parsed(arguments)) == 0
     return Seconds(time.perf_counter() - start), resident(reset=False) - before
@@ -73,9 +74,11 @@ def convert(report: BenchReport) -> None:
             "copy": partial(copy, theirs, Path(place) / "copy"),
         }
         timings = report.timed(forms)
-    limit, cells = 1.2 * min(SHARD, size) + 300e6, []
+    limit = 1.2 * min(SHARD, size) + 300e6
+    cells = []
     for name in ("export", "import"):
-        rate, peak = size / 2**30 / timings[name].fastest, peaks[name]
+        rate = size / 2**30 / timings[name].fastest
+        peak = peaks[name]
         share = timings.ratio("copy", name)
         cells.append((name, times(share), f"{timings[name].spread:.0%}", f"{peak / MIB:,.0f} MiB"))
         reached = max(rate / 0.3, share / 0.7)
@@ -90,7 +93,8 @@ def convert(report: BenchReport) -> None:
 
 def written(model: ModelConfig, folder: Path) -> int:
     """A folder of transformers with random weights; their bytes."""
-    target, folder_size = Llama(), 0
+    target = Llama()
+    folder_size = 0
     folder.mkdir()
     rules = target.rules(model)
     for number in range(0, len(rules), 16):

@@ -134,7 +134,8 @@ def measured(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dict[t
 
 
 def clocked(run: Callable[[], object]) -> Clocks:
-    wall, processor = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    processor = time.process_time()
     run()
     return Clocks(time.perf_counter() - wall, time.process_time() - processor)
 
@@ -153,8 +154,11 @@ def over(found: Mapping[tuple[str, int], Clocks], form: str, other: str) -> list
 
 def crowd(report: BenchReport) -> None:
     """As many processes as on a larger machine, a thread each: how long the slowest step takes, by both forms."""
-    context, rounds, many = get_context("spawn"), report.repetitions, 2 if report.quick else CROWD
-    barrier, found = context.Barrier(many), context.SimpleQueue()
+    context = get_context("spawn")
+    rounds = report.repetitions
+    many = 2 if report.quick else CROWD
+    barrier = context.Barrier(many)
+    found = context.SimpleQueue()
     settings = [*report.recipe, *(QUICK if report.quick else ())]
     crowd = [context.Process(target=in_the_crowd, args=(settings, rounds, barrier, found)) for _ in range(many)]
     for process in crowd:
@@ -203,7 +207,8 @@ def a_run(number: int) -> list[str]:
 def until_a_step(arguments: Sequence[str], folder: Path) -> Clocks:
     """What Python takes until it has said that a step is done."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,

@@ -38,7 +38,10 @@ from hybridtron.proving.measuring import BenchReport, Seconds, times
 from hybridtron.storage.cache import CacheOptions
 from hybridtron.storage.mosaic import imported
 
-SEQ_LEN, ROWS, VOCABULARY, EOS = 2048, 16, 32_000, 0
+SEQ_LEN = 2048
+ROWS = 16
+VOCABULARY = 32_000
+EOS = 0
 SHUFFLE = 2**26
 BATCH = 64  # documents that the bare tokenizer takes at once
 
@@ -81,7 +84,10 @@ class Packed(IterableDataset[Any]):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        tokens, documents, held, wanted = [], [], 0, ROWS * (SEQ_LEN + 1)
+        tokens = []
+        documents = []
+        held = 0
+        wanted = ROWS * (SEQ_LEN + 1)
         for number, sample in enumerate(self.dataset):
             tokens.append(sample["tokens"])
             documents.append(np.full(len(tokens[-1]), number))
@@ -178,7 +184,8 @@ def prepare_speed(scratch: Path, report: BenchReport) -> None:
         "prepare": lambda: prepare(inputs, next(outputs), vocabulary),
     }
     timings = report.timed(forms)
-    measured, title = {"jsonl": timings}, "preparing, one worker, processor time"
+    measured = {"jsonl": timings}
+    title = "preparing, one worker, processor time"
     report.ratios(title, "format", measured, [("bare tokenizer", "prepare")], {})
     share = timings.ratio("bare tokenizer", "prepare")
     report.at_least("share of the bare tokenizer's rate, one core", 0.7, share)

@@ -51,7 +51,8 @@ def decode(report: BenchReport) -> None:
     longest = 2**16 if compute_device().type == "cuda" else 2**14
     lengths, tokens = ((32, 64), 2) if report.quick else ((longest // 16, longest // 4, longest), 64)
     models = named(report)
-    forms, cached = {}, {}
+    forms = {}
+    cached = {}
     for length in lengths:
         forms[length] = {}
         for name, (model, config) in models.items():
@@ -72,7 +73,8 @@ def decode(report: BenchReport) -> None:
 
 def against_transformers(report: BenchReport, model: LanguageModel, config: ModelConfig, tokens: int) -> None:
     """The same text by both, after the same prompt."""
-    theirs, prompt_BL = as_transformers(model, config), random_tokens(config, PROMPT)
+    theirs = as_transformers(model, config)
+    prompt_BL = random_tokens(config, PROMPT)
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     settings |= {"attention_mask": torch.ones_like(prompt_BL), "max_new_tokens": tokens}
     assert torch.equal(theirs.generate(prompt_BL, **settings)[:, PROMPT:], generate(model, prompt_BL, tokens, 0.0, 0))
@@ -116,7 +118,8 @@ def scoring(report: BenchReport) -> None:
             "scoring": partial(token_losses, reader(model), tokens_BT, chunk),
             "training": partial(training_forward, model, tokens_BT),
         }
-        scored, trained = forms["scoring"]().mean(), forms["training"]()
+        scored = forms["scoring"]().mean()
+        trained = forms["training"]()
         assert abs(scored - trained) < LOSS_TOLERANCE * trained, f"{name}: the losses differ: {scored}, {trained}"
         measured[name] = report.timed(forms)
     report.ratios("Time to score", "model", measured, [("training", "scoring")], {})
@@ -129,7 +132,8 @@ def training_forward(model: LanguageModel, tokens_BT: Tensor) -> float:
     """The mean loss, by what training computes before its backward pass."""
     total = 0.0
     for tokens_T in tokens_BT:
-        tokens_1L, labels_L1 = tokens_T[None, :-1], tokens_T[1:, None]
+        tokens_1L = tokens_T[None, :-1]
+        labels_L1 = tokens_T[1:, None]
         seq = SeqInfo.stream(*tokens_1L.shape, device=tokens_T.device)
         x_LBD = model(tokens_1L, None, seq, logits=False).output
         counted_L1 = torch.ones_like(labels_L1, dtype=torch.bool)
@@ -171,7 +175,8 @@ def random_tokens(config: ModelConfig, length: int, batch: int = 1) -> Tensor:
 
 def decoding(model: LanguageModel, config: ModelConfig, length: int, tokens: int) -> tuple[Callable[[], object], int]:
     """What makes tokens after a text of this length, which is read now; the bytes of its states."""
-    read, prompts = reader(model), prompts_of(random_tokens(config, length))
+    read = reader(model)
+    prompts = prompts_of(random_tokens(config, length))
     with torch.no_grad():
         known = prompts.read(read.read, CHUNK)
 

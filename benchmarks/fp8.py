@@ -56,7 +56,8 @@ def fp8(report: BenchReport) -> None:
     """Train every model in every precision, and compare."""
     sizes = TINY if report.quick else FULL
     sizes = replace(sizes, overrides=(*sizes.overrides, *report.recipe))
-    report.device, cells = compute_device().type, []
+    report.device = compute_device().type
+    cells = []
     for model, (overrides, precisions) in MODELS.items():
         losses = {name: trained(model, name, overrides, sizes) for name in (BF16, *precisions)}
         for name, found in losses.items():
@@ -86,7 +87,8 @@ def trained(model: str, precision: str, overrides: tuple[str, ...], sizes: Sizes
 
 
 def _trained(engine: Engine, config: Config, sizes: Sizes) -> tuple[float, float]:
-    phases, training = resolve(config), []
+    phases = resolve(config)
+    training = []
     loader = build_loader(phases[0]) if sizes.own_text else None
     read: Iterator[list[Batch]] = (
         itertools.repeat(random_batches(config)) if loader is None else loader.iterate(0, sizes.steps)

@@ -118,7 +118,8 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def scan_kernel(sizes: Sizes, length: int) -> Kernel:
-    inner, state = sizes.inner, sizes.state
+    inner = sizes.inner
+    state = sizes.state
     x, dt, z = (normal(1, length, inner) for _ in range(3))
     A = -torch.rand(inner, state).requires_grad_()
     B, C = (normal(1, length, state) for _ in range(2))
@@ -134,7 +135,8 @@ def conv_kernel(sizes: Sizes, length: int) -> Kernel:
 
 def ssd_kernel(sizes: Sizes, length: int) -> Kernel:
     heads, head, state = sizes.ssd
-    x, dt = normal(1, length, heads, head), normal(1, length, heads)
+    x = normal(1, length, heads, head)
+    dt = normal(1, length, heads)
     A = -torch.rand(heads).requires_grad_()
     B, C = (normal(1, length, 1, state) for _ in range(2))
     D, bias = (normal(heads, dtype=torch.float32) for _ in range(2))
@@ -155,8 +157,10 @@ def sum_norm_kernel(sizes: Sizes, length: int) -> Kernel:
 
 def loss_kernel(sizes: Sizes, length: int) -> Kernel:
     """Forward makes the gradients too; backward scales them."""
-    labels, mask = torch.randint(sizes.vocabulary, (length,)), torch.ones(length, dtype=torch.bool)
-    x, weight = normal(length, sizes.width), normal(sizes.vocabulary, sizes.width)
+    labels = torch.randint(sizes.vocabulary, (length,))
+    mask = torch.ones(length, dtype=torch.bool)
+    x = normal(length, sizes.width)
+    weight = normal(sizes.vocabulary, sizes.width)
     inputs = LinearCrossEntropyInputs(x, weight, labels, mask, 0.0)
     return Kernel("linear + cross entropy", linear_cross_entropy, inputs, repeats=False)
 
@@ -207,7 +211,8 @@ def copy_rate(device: torch.device) -> float:
 
 def passes(kernel: Kernel, run: Callable[[Any], Any]) -> dict[str, Callable[[], object]]:
     """Forward, backward over a kept graph from the first outputs where that repeats, and both."""
-    inputs, outputs = kernel.inputs, kernel.outputs
+    inputs = kernel.inputs
+    outputs = kernel.outputs
     wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
 
     def forward() -> tuple[Tensor, ...]:
@@ -258,7 +263,8 @@ def measured_cells(model: Work | None, measured: float, copied: float) -> tuple[
 
 def kernels(report: BenchReport) -> None:
     """All kernels at all lengths."""
-    sizes, device = QUICK if report.quick else FULL, compute_device()
+    sizes = QUICK if report.quick else FULL
+    device = compute_device()
     report.device = device.type
     gpu = next((name for name in GPUS if name in describe_device().lower()), "h100")
     with fresh_processes() as pool:  # this process may have a real GPU
@@ -271,9 +277,12 @@ def kernels(report: BenchReport) -> None:
     ]
     if device.type == "cpu":
         report.notes.append("on a machine with a GPU this command writes the same table with times: `kernels_cuda.md`")
-        header, cells = HEADER, [(*map(str, call), *model_cells(model)) for call, model in models.items()]
+        header = HEADER
+        cells = [(*map(str, call), *model_cells(model)) for call, model in models.items()]
     else:
-        copied, header, cells = copy_rate(device), (*HEADER, *MEASURED), []
+        copied = copy_rate(device)
+        header = (*HEADER, *MEASURED)
+        cells = []
         report.notes.append(f"a copy of 1 GiB reached {copied / 1e9:,.0f} GB/s")
         for call, one_pass in calls(sizes, device):
             model = models.get(call)

@@ -22,7 +22,8 @@ from hybridtron.proving.steps import LEARNING_RATE, Steps, checked, one_process,
 from .plain_llama import LlamaSizes, PlainLlama
 from .step import QUICK
 
-LAYERS, HEADS = 4, 4
+LAYERS = 4
+HEADS = 4
 
 
 class LlamaStep:
@@ -31,7 +32,9 @@ class LlamaStep:
     def __init__(self, config: Config, parameters: int, batches: Sequence[Batch]) -> None:
         model = config.model
         sizes = LlamaSizes.of(parameters, model.width, LAYERS, HEADS, model.vocab_size)
-        self.model, self.batches, self.clip = PlainLlama(sizes), batches, config.optim.clip
+        self.model = PlainLlama(sizes)
+        self.batches = batches
+        self.clip = config.optim.clip
         self.adam = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def __call__(self) -> None:

@@ -76,7 +76,8 @@ def mixer(report: BenchReport) -> None:
 def mamba2_mixer(report: BenchReport) -> None:
     """Mamba-2."""
     sizes = QUICK if report.quick else MAMBA2
-    inner, head_dim = 2 * sizes.width, sizes.width // 4
+    inner = 2 * sizes.width
+    head_dim = sizes.width // 4
     config = Mamba2Config(
         hidden_size=sizes.width,
         state_size=sizes.state,
@@ -126,7 +127,9 @@ class Pair:
     """Both mixers, and one forward and backward pass of either on a row: the output, and all gradients of ours."""
 
     def __init__(self, ours: Mixer, peer: nn.Module, of_peer: OfPeer) -> None:
-        self.ours, self.peer, self.of_peer = ours, peer, of_peer
+        self.ours = ours
+        self.peer = peer
+        self.of_peer = of_peer
         theirs = dict(peer.named_parameters())
         with torch.no_grad():
             for name, weight in ours.named_parameters():
@@ -162,7 +165,9 @@ class Pair:
 
 def compare(report: BenchReport, pair: Pair, sizes: Sizes) -> dict[int, Timings]:
     """Both over the length, as far as the peer can go, and ours alone beyond."""
-    forms, outputs, gradients = {}, [], []
+    forms = {}
+    outputs = []
+    gradients = []
     for length in sizes.lengths:
         generator = torch.Generator().manual_seed(length)
         x_LBD, grad_LBD = torch.randn(2, length, 1, sizes.width, generator=generator)
@@ -172,7 +177,8 @@ def compare(report: BenchReport, pair: Pair, sizes: Sizes) -> dict[int, Timings]
             forms[length]["transformers"] = partial(pair.run_peer, *row)
             forms[length][TORCH] = partial(pair.run_torch, *row)
             forms[length] |= {name: partial(pair.run_products, length, name == "our products") for name in PRODUCTS}
-            ours, peer = pair.run_ours(*row), pair.run_peer(*row)
+            ours = pair.run_ours(*row)
+            peer = pair.run_peer(*row)
             outputs.append(f"{difference(ours[:1], peer[:1]):.0e}")
             gradients.append(f"{difference(ours[1:], peer[1:]):.0e}")
     measured = report.sweep(forms)

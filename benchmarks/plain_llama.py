@@ -37,7 +37,8 @@ class LlamaLayer(nn.Module):
 
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
-        width, self.heads = sizes.width, sizes.heads
+        width = sizes.width
+        self.heads = sizes.heads
         self.norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.gate_up = nn.Linear(width, 2 * sizes.hidden, bias=False)
@@ -66,7 +67,8 @@ class PlainLlama(nn.Module):
     def forward(self, tokens_BL: Tensor) -> Tensor:
         x_BLD = self.embedding(tokens_BL)
         angles_LK = rotary_angles(tokens_BL.shape[1], self.head_size)
-        cos_LK, sin_LK = angles_LK.cos(), angles_LK.sin()
+        cos_LK = angles_LK.cos()
+        sin_LK = angles_LK.sin()
         for layer in self.layers:
             x_BLD = layer(x_BLD, cos_LK, sin_LK)
         return functional.linear(self.norm(x_BLD), self.embedding.weight)

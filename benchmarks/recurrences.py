@@ -78,8 +78,12 @@ def forms(length: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
     def decay(channels: int) -> Tensor:
         return -0.1 * normal(*tokens, channels).exp()
 
-    q, k, v = normal(*tokens, sizes.key), normalize(normal(*tokens, sizes.key), dim=-1), normal(*tokens, sizes.value)
-    A, D, bias = -torch.ones(sizes.heads), torch.zeros(sizes.heads), torch.zeros(sizes.heads)
+    q = normal(*tokens, sizes.key)
+    k = normalize(normal(*tokens, sizes.key), dim=-1)
+    v = normal(*tokens, sizes.value)
+    A = -torch.ones(sizes.heads)
+    D = torch.zeros(sizes.heads)
+    bias = torch.zeros(sizes.heads)
     beta = normal(*tokens).sigmoid()
     ops = {
         MEASURE: (ssd_scan, SSDInputs(v, normal(*tokens) - 2, A, k, q, D, bias)),

@@ -78,7 +78,8 @@ def row(moved: float, compiled: float) -> list[str]:
 
 def losses(config: Config, steps: int, own_text: bool, forms: Mapping[str, str], moved: bool = False) -> list[float]:
     """The training loss of every step."""
-    phases, found = resolve(config), list[float]()
+    phases = resolve(config)
+    found = list[float]()
     with megatron_context(), one_process(config) as groups, force(**forms):
         engine = Engine(config, groups)
         if moved:
@@ -100,7 +101,8 @@ def batches_of(config: Config, steps: int, own_text: bool) -> Iterator[Sequence[
 
 def double_losses(config: Config, steps: Iterator[Sequence[Batch]], forms: Mapping[str, str]) -> list[float]:
     """The same by a plain loop in float64, which the engine does not offer."""
-    phases, found = resolve(config), list[float]()
+    phases = resolve(config)
+    found = list[float]()
     model = LanguageModel(config.model)
     initialise(model, config.run.seed)
     model = model.to(torch.float64)

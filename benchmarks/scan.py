@@ -43,7 +43,8 @@ QUICK = Sizes(channels=64, state=16, lengths=(16, 32, 64), most=32, memory=(192,
 def inputs(length: int, sizes: Sizes) -> list[Tensor]:
     """x, dt, A, B, C, D, z, dt_bias of one row, with ranges as in a trained mixer; all want gradients."""
     generator = torch.Generator().manual_seed(length)
-    channels, state = sizes.channels, sizes.state
+    channels = sizes.channels
+    state = sizes.state
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)

@@ -26,7 +26,8 @@ from hybridtron.mixers.sparse import SparseBranch
 from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.proving.measuring import BenchReport, per_token
 
-BINS, HEADS = 16, 4
+BINS = 16
+HEADS = 4
 FLAT = 1.2
 """Times the first row's, which a token may cost at the last."""
 
@@ -104,7 +105,8 @@ def sparse(report: BenchReport) -> None:
     found["full"] = of_full + [""] * (len(measured) - len(of_full))
     cells = [(str(length), *(found[name][row] for name in found)) for row, length in enumerate(measured)]
     report.table("time of a token, over that in the shortest row", ("tokens", *found), cells)
-    first, last = sizes.lengths[0], sizes.lengths[-1]
+    first = sizes.lengths[0]
+    last = sizes.lengths[-1]
     for name in PATTERNS:
         grown = measured[last][name].fastest / last / (measured[first][name].fastest / first)
         report.at_most(f"{name}: a token of {last} / one of {first}", FLAT, grown)

@@ -62,7 +62,8 @@ def config_of(model: str, rows: int, sizes: Sizes, *arguments: str) -> Config:
 def rows_of(config: Config, rows: int, length: int) -> Batch:
     """Random text that continues from row to row."""
     tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(0))
-    mask, continues = torch.ones(rows, length, dtype=torch.bool), torch.ones(rows, dtype=torch.bool)
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    continues = torch.ones(rows, dtype=torch.bool)
     return Batch(tokens[:, :-1], tokens[:, 1:], mask, SeqInfo.stream(rows, length), continues)
 
 
@@ -76,7 +77,8 @@ def states(report: BenchReport) -> None:
     for model, timings in measured.items():
         report.at_most(f"step with passed states / from zero, {model}", 1.05, timings.ratio("passing", "zero"))
     peaks = measure_memory(report, prepared, sizes.lengths, FORMS, sizes)
-    first, last = sizes.lengths[0], sizes.lengths[-1]
+    first = sizes.lengths[0]
+    last = sizes.lengths[-1]
     growth = peaks[last]["detached"] / peaks[first]["detached"]
     report.at_most(f"peak of detached chunks, {last} tokens / {first}", 1.10, growth)
     report.notes += [

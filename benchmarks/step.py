@@ -37,7 +37,9 @@ class PlainStep:
     """A step by hand."""
 
     def __init__(self, model: LanguageModel, config: Config, batches: Sequence[Batch]) -> None:
-        self.model, self.clip, self.batches = model, config.optim.clip, batches
+        self.model = model
+        self.clip = config.optim.clip
+        self.batches = batches
         self.adam = plain_adamw(model, config, LEARNING_RATE, fused=True)
         self.losses: list[Tensor] = []
 
@@ -65,7 +67,8 @@ def step(report: BenchReport) -> None:
     model = model.to(compute_device()).cast(DTYPES[config.precision.name])
     batches = random_batches(config)
     with one_process(config) as groups:
-        ours, plain = Steps(config, groups, batches), PlainStep(model, config, batches)
+        ours = Steps(config, groups, batches)
+        plain = PlainStep(model, config, batches)
         uncompiled = Steps(config, groups, batches)
         timings = report.timed({"ours": ours, "plain loop": plain, TORCH: partial(by_torch, uncompiled)})
     pairs = zip(ours.losses, plain.losses, strict=False)  # as far as both loops have come
@@ -98,7 +101,8 @@ def by_torch(step: Callable[[], None]) -> None:
 
 def speed_cells(config: Config, seconds: float) -> list[tuple[str, str]]:
     tokens, tflops = speed(config, seconds)
-    peak, memory = config.cluster.peak_tflops, peak_memory_gib()
+    peak = config.cluster.peak_tflops
+    memory = peak_memory_gib()
     lines = [("tokens/s", f"{tokens:,.0f}"), ("TFLOP/s", f"{tflops:.3g}")]
     lines += [("MFU", f"{tflops / peak:.1%} of {peak:g} TFLOP/s")] if peak else []
     lines += [("peak memory, both loops", f"{memory:.1f} GiB")] if memory is not None else []

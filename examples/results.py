@@ -130,7 +130,8 @@ class Results:
 
     def measure(self, name: str, part: Part, run: SweepRun) -> None:
         """Of a run that has finished: written at once."""
-        trained, path = part.folder.of(run.name), self.path(name, part, run)
+        trained = part.folder.of(run.name)
+        path = self.path(name, part, run)
         minutes = sum(line["step_time"] for line in read_lines(trained / "metrics.jsonl")) / 60
         record = {
             **part.identity(run),

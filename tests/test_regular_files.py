@@ -24,7 +24,8 @@ def test_what_is_no_regular_file_is_refused_before_it_is_read(target: str, tmp_p
 
 
 def test_a_file_is_read_whole_up_to_its_limit(tmp_path: Path) -> None:
-    file, link = tmp_path / "file", tmp_path / "link"
+    file = tmp_path / "file"
+    link = tmp_path / "link"
     file.write_bytes(b"0123456789")
     link.symlink_to(file)
     assert read_regular(file, 10) == read_regular(link, 11) == b"0123456789"

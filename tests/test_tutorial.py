@@ -161,6 +161,7 @@ def test_two_tensor_parallel_ranks_have_the_gradients_of_one_process(workplace: 
 def test_two_tensor_parallel_ranks_train_as_one_process(workplace: Workplace) -> None:
     """With states that are passed on."""
     workplace.execute(*commands_of(*PARALLEL))
-    one, two = workplace.losses("ema_passing"), workplace.losses("ema_tp2")
+    one = workplace.losses("ema_passing")
+    two = workplace.losses("ema_tp2")
     assert len(one) == STEPS
     assert two == pytest.approx(one, rel=1e-4)

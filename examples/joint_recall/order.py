@@ -56,7 +56,8 @@ def claims(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
     for above, below in CLAIMS:
         if above in means and below in means:
             there = f"{of_paper(above)} > {of_paper(below)}"
-            agrees, sign = (means[above] > means[below]), ">" if means[above] > means[below] else "<="
+            agrees = means[above] > means[below]
+            sign = ">" if means[above] > means[below] else "<="
             ours = f"{100 * means[above]:.1f} {sign} {100 * means[below]:.1f}"
             yield f"{above} above {below}", there, ours, "yes" if agrees else "**no**"
     if "samba" in means:

@@ -106,7 +106,8 @@ def draw_perplexity(findings: Findings, path: Path) -> None:
             draw_seeds(axes, of_name[0].ends, [curve.perplexities for curve in of_name], COLORS[name], name, style)
         axes.axvline(findings.context, color="black", linestyle=":", linewidth=0.8, label=f"context {findings.context}")
         every = [curve for name in findings.language for curve in curves(findings, name)]
-        least, last = min(curve.least for curve in every), max(curve.perplexities[-1] for curve in every)
+        least = min(curve.least for curve in every)
+        last = max(curve.perplexities[-1] for curve in every)
         axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
         axes.set(xlim=(max(2, findings.context // 4), None), ylim=(least / 1.1, min(last * 1.1, 20 * least)))
         for axis in (axes.xaxis, axes.yaxis):

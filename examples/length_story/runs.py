@@ -94,8 +94,10 @@ def write_copying_data(sizes: Sizes, root: Path) -> None:
 
     if (root / "strings").exists():
         return
-    (shortest, longest), length = sizes.copy_lengths, sizes.copy_tokens
-    task, seeds = Copying(shortest=shortest, longest=longest, packed=True), {"train": 0, "validation": 1}
+    (shortest, longest) = sizes.copy_lengths
+    length = sizes.copy_tokens
+    task = Copying(shortest=shortest, longest=longest, packed=True)
+    seeds = {"train": 0, "validation": 1}
 
     def rows(split: str) -> Iterator[Sample]:
         count = sizes.copy_rows if split == "train" else VALIDATION_ROWS

@@ -43,9 +43,11 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
 
     if missing := [part for part in PARTS if not measured[part]]:
         raise Unusable(f"no run of {' and '.join(missing)} has finished")
-    language, copying = by_variant(measured, "language"), by_variant(measured, "copying")
+    language = by_variant(measured, "language")
+    copying = by_variant(measured, "copying")
     curves = {name: {seed: Curve(**found) for seed, found in seeds.items()} for name, seeds in language.items()}
-    base, post_trained = measured["language"][0][1].trained, measured["language"][-1][1].trained
+    base = measured["language"][0][1].trained
+    post_trained = measured["language"][-1][1].trained
     notes = [
         *described(base, post_trained),
         f"read: {sizes.rows} rows of held-out text, packed end to end and cut anywhere, each from zero states; "
@@ -69,7 +71,8 @@ def by_variant(measured: Measured, part: str) -> dict[str, dict[int, Any]]:
 
 def described(base: Trained, post: Trained) -> list[str]:
     """What was done, in words."""
-    phase, letter = base.phases[0], next(iter(base.layers.values()))
+    phase = base.phases[0]
+    letter = next(iter(base.layers.values()))
     model = f"{readable(base.parameters)} parameters, {base.pattern}, width {base.width}, state {letter['state']}"
     return [
         f"base: Mamba-2, {model}; {phase.tokens} tokens of {base.source} text in rows of {phase.seq_len}, "
@@ -81,7 +84,8 @@ def described(base: Trained, post: Trained) -> list[str]:
 
 def copying_described(copied: Trained, sizes: Sizes) -> str:
     """What was copied, and how that was learned."""
-    phase, (shortest, longest) = copied.phases[0], sizes.copy_lengths
+    phase = copied.phases[0]
+    (shortest, longest) = sizes.copy_lengths
     return (
         f"copying: Mamba-2, {readable(copied.parameters)} parameters, {copied.pattern}, width {copied.width}; "
         f"strings of {shortest} to {longest} of 26 letters, packed back to back into {sizes.copy_rows} rows of "

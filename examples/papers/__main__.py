@@ -93,14 +93,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--quick needs --runs, --results and --output, so that it leaves the real results alone")
     chosen.docs = ROOT / "docs/papers.md" if chosen.output is None else None
     chosen.papers = chosen.papers or list(PAPERS)
-    chosen.runs, chosen.results = chosen.runs or ROOT / "runs", chosen.results or ROOT / "benchmarks/results"
+    chosen.runs = chosen.runs or ROOT / "runs"
+    chosen.results = chosen.results or ROOT / "benchmarks/results"
     chosen.output = chosen.output or ROOT / "benchmarks/papers"
     return chosen
 
 
 def write(papers: Sequence[Paper], where: Where, output: Path, docs: Path | None) -> None:
     """The pages of these papers, and the overview of all."""
-    kept, results = all_kept(where), where.results / "papers"
+    kept = all_kept(where)
+    results = where.results / "papers"
     output.mkdir(parents=True, exist_ok=True)
     for paper in papers:
         (output / f"{paper.name}.md").write_text(page(paper, kept, results, output), encoding="utf-8")

@@ -62,7 +62,8 @@ def write_stories(sizes: Sizes, data: Path) -> None:
     from hybridtron.cli.tasks import write_main
     from hybridtron.data.prepare.embedded import prepare_embedded
 
-    text, samples = data / "text", data / "samples"
+    text = data / "text"
+    samples = data / "samples"
     prepare_embedded(text, sizes.vocab_size)
     with redirect_stdout(StringIO()):
         if not samples.exists():

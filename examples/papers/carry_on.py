@@ -43,14 +43,17 @@ def carry_on(claims: Sequence[Claim], where: Where, minutes: float, jobs: int, c
     began = time.monotonic()
     if of_speed:
         speed.measure_missing(where.results / "papers", where.quick)
-        minutes, left = minutes - of_speed, left - of_speed
+        minutes = minutes - of_speed
+        left = left - of_speed
     for batch in ahead:
         fitting = that_fit(batch, kept, minutes * jobs)
         if fitting.missing:
-            used, well = fitting.minutes(kept), carried_out(fitting, where, jobs, console)
+            used = fitting.minutes(kept)
+            well = carried_out(fitting, where, jobs, console)
             if not well:
                 return 1
-            minutes, left = minutes - used / jobs, left - used
+            minutes = minutes - used / jobs
+            left = left - used
             spent = (time.monotonic() - began) / 60
             console.print(f"{spent:.0f} minutes used; planned for what is left: {left / jobs:.0f}")
         if len(fitting.missing) < len(batch.missing):
@@ -84,7 +87,8 @@ def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
     timed = speed.kept_in(where.results / "papers")
     of_sweeps: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for batch in needed(claims, where):
-        results, alone = batch.study.kept(where), batch.study.results in ("papers", batch.name)
+        results = batch.study.kept(where)
+        alone = batch.study.results in ("papers", batch.name)
         for run in batch.runs:
             result = results.of(batch.name, batch.part, run)
             runs = of_sweeps[batch.name if alone else f"{batch.study.results}, {batch.name}"]

@@ -179,7 +179,8 @@ def _lies(pair: Pair, deviation: float | None) -> Said:
 
 
 def _compared(pair: Pair) -> str:
-    less, more = statistics.mean(pair.less), statistics.mean(pair.more)
+    less = statistics.mean(pair.less)
+    more = statistics.mean(pair.more)
     return f"{less:.4g} {'<' if less < more else '>='} {more:.4g}"
 
 

@@ -71,7 +71,8 @@ def answers_further(kept: Kept) -> Verdict:
 
 def more_answers(name: str, less: tuple[float, float], more: tuple[float, float]) -> Verdict:
     """By the standard errors of both values over what was asked."""
-    (one, first), (other, second) = less, more
+    (one, first) = less
+    (other, second) = more
     return in_order([Pair(name, [one], [other])], math.hypot(first, second) / math.sqrt(2))
 
 

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from hybridtron.model.lm import LanguageModel
 
 HERE = Path(__file__).parent
-CONTEXT, BATCH, STEPS = 64, 64, 10_000
+CONTEXT = 64
+BATCH = 64
+STEPS = 10_000
 EIGHTHS = (1, 2, 4, 8)  # of the training, after which a base is looked at: 2.5 to 20 times Chinchilla's tokens
 CHINCHILLA = 2.5  # times Chinchilla's tokens, that an eighth is
 REPEATED = ("base", "zero", "random", "fitted", "passing", "tbtt")  # with three seeds
-LONGER, TIMES = "base-longer", 2.7  # as many steps, which read the text twice
+# as many steps, which read the text twice
+LONGER = "base-longer"
+TIMES = 2.7
 BASES = ("base", LONGER, "context-32", "context-128", "warmup-25", "mamba", "gla", "rwkv6", "hybrid")
 
 

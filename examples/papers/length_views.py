@@ -231,7 +231,8 @@ def draw(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept, Path], 
         from hybridtron.evaluate.pictures import picture
 
         with picture(path) as axes:
-            shown, paired = list[Curve](), rise.over == SAME_TEXT
+            shown = list[Curve]()
+            paired = rise.over == SAME_TEXT
             for number, variant in enumerate(variants):
                 found = kept.found(rise.sweep, variant)
                 within = [Curve(**one["within"]) for one in found if paired]

@@ -16,7 +16,8 @@ SIX = ("llama", "llama-swa", "mamba", "sliding-gla", "sliding-retnet", "samba")
 FIVE = SIX[1:]  # what a day of a GPU is enough for: Llama is trained for the claims of four
 LENGTHS = tuple(CONTEXT * multiple for multiple in (1, 2, 4))
 LONG_ROWS = (4096, 8192, 16384)
-SWEEP, SHORT = "samba/slimpajama", ("phases.0.tokens=2B",)
+SWEEP = "samba/slimpajama"
+SHORT = ("phases.0.tokens=2B",)
 KEYS = (4096, 16384, 65536, 262144)
 TIMED = ("samba_1.7b", "mistral_1.6b", "mamba_1.8b", "llama3_1.6b")
 

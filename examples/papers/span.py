@@ -65,7 +65,8 @@ def readings(kept: Kept) -> study.Found:
 
 def recalls(of: study.Claim, kept: Kept) -> Table:
     """In percent: what is compared, and the base that both were tuned from."""
-    found, rows = readings(kept), []
+    found = readings(kept)
+    rows = []
     for name, how in ((of.one, of.reads[0]), (of.other, of.reads[1]), (BASE, study.FULL)):
         if each := [100 * study.score(one, how) for one in found.get(name, {}).values()]:
             rows.append((f"{name}, {how}", f"{len(each)}", f"{statistics.mean(each):.1f}"))
@@ -88,7 +89,8 @@ FURTHER = ("SE-16x4", "SE-long", "full-long")
 
 def why_not_level(kept: Kept) -> str:
     """Of one seed: SE with four times as many blocks, and both after three times as many steps."""
-    found, seed = readings(kept), ALONE
+    found = readings(kept)
+    seed = ALONE
     recall = {name: f"{100 * study.score(found[name][seed]):.1f}%" for name in ("full", "SE", *FURTHER)}
     return (
         f"from seed {seed}, full attention recalls {recall['full']} and SE {recall['SE']}; with 16 blocks in place of "

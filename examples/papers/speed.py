@@ -20,7 +20,9 @@ from hybridtron.train.records import read_record, write_whole
 NAMES = ("prefill", "decode", "span")
 ROUNDS = 3
 FASTER = 2.0  # times as fast as full attention at the longest text
-LINEAR, FLAT = 1.2, 1.15  # times the time per token of the shortest text
+# times the time per token of the shortest text
+LINEAR = 1.2
+FLAT = 1.15
 
 
 def kept_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -89,7 +91,8 @@ def column(kept: Kept, name: str, title: str) -> list[float]:
 
 
 def prefill_faster(kept: Kept) -> Verdict:
-    ratio, grown = column(kept, "prefill", "Llama / Samba")[-1], column(kept, "prefill", "Samba by length")[-1]
+    ratio = column(kept, "prefill", "Llama / Samba")[-1]
+    grown = column(kept, "prefill", "Samba by length")[-1]
     return holds([
         (f"Llama takes {ratio:.2f} times Samba's time at the longest rows", ratio >= FASTER),
         (f"Samba's time per token there is {grown:.2f} times that of the shortest", grown <= LINEAR),
@@ -97,7 +100,8 @@ def prefill_faster(kept: Kept) -> Verdict:
 
 
 def decoding_flat(kept: Kept) -> Verdict:
-    ratio, grown = column(kept, "decode", "Llama / Samba")[-1], column(kept, "decode", "Samba per token")[-1]
+    ratio = column(kept, "decode", "Llama / Samba")[-1]
+    grown = column(kept, "decode", "Samba per token")[-1]
     return holds([
         (f"Samba's time per token after the longest text is {grown:.2f} times that after the shortest", grown <= FLAT),
         (f"Llama takes {ratio:.1f} times Samba's there", ratio >= FASTER),
@@ -105,7 +109,8 @@ def decoding_flat(kept: Kept) -> Verdict:
 
 
 def spans_cheaper(kept: Kept) -> Verdict:
-    full, own = column(kept, "span", "full / span"), column(kept, "span", "span per token")
+    full = column(kept, "span", "full / span")
+    own = column(kept, "span", "span per token")
     return holds([
         (f"full attention takes {full[-1]:.1f} times a span's time at its longest row", full[-1] >= FASTER),
         (f"a span's time per token at the longest row is {own[-1]:.2f} times that of the shortest", own[-1] <= LINEAR),

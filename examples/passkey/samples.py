@@ -87,7 +87,8 @@ def write_samples(sizes: Sizes, data: Path) -> None:
     text = data / "text"
     prepare_embedded(text, sizes.vocab_size)
     for length in sizes.lengths:
-        samples, folder = data / f"samples-{length}", data / str(length)
+        samples = data / f"samples-{length}"
+        folder = data / str(length)
         with redirect_stdout(StringIO()):
             if not samples.exists():
                 write_main([

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from hybridtron.model.lm import LanguageModel
     from hybridtron.tasks.mqar import MultiQueryRecall
 
-VOCABULARY, NOISE, PAIRS = 128, 64, 16
+VOCABULARY = 128
+NOISE = 64
+PAIRS = 16
 LENGTHS = (128, 256, 512, 1024, 2048)
 DISTANCES = (128, 256, 512, 1024, 2048)  # tokens from a value back to its pair: the ends of bins
 WINDOW = 256

@@ -23,7 +23,8 @@ LEVEL = 0.05
 SAME_PERPLEXITY = 1.1
 SAME_TIME = 1.2
 SCORED = (512, 1024, 2048)
-FULL, TRAINED = ReadingAttention.full, ReadingAttention.trained
+FULL = ReadingAttention.full
+TRAINED = ReadingAttention.trained
 Found = Mapping[str, Mapping[str, Readings]]
 """By variant and seed."""
 COLUMNS = ("figure", "what the paper says", "ours (by seed)", "agrees")
@@ -75,7 +76,8 @@ def score(readings: Readings, how: ReadingAttention = FULL) -> float:
 
 def differences(found: Found, claim: Claim) -> list[float]:
     """By how much the first stands above the other, of every seed that both have."""
-    ours, theirs = found.get(claim.one, {}), found.get(claim.other, {})
+    ours = found.get(claim.one, {})
+    theirs = found.get(claim.other, {})
     one, other = claim.reads
     return [score(ours[seed], one) - score(theirs[seed], other) for seed in ours if seed in theirs]
 
@@ -117,7 +119,8 @@ def _perplexity(of: Mapping[str, Readings], how: ReadingAttention, length: int) 
 
 def _times(costs: Costs) -> Iterator[tuple[str, ...]]:
     """Figure 4."""
-    shortest, longest = costs[min(costs)], costs[max(costs)]
+    shortest = costs[min(costs)]
+    longest = costs[max(costs)]
     if not {"full", "SW", "S2", "SE"} <= longest.keys():
         return
     ours = ratio(longest, "SE", "SW")

@@ -114,7 +114,8 @@ def cost_table(report: BenchReport, costs: Costs) -> None:
     header += tuple(f"attention FLOPs, {name} / {YARDSTICK}" for name in names if name != YARDSTICK)
     rows = []
     for length, of in costs.items():
-        window, others = of[YARDSTICK], [of[name] for name in names if name != YARDSTICK]
+        window = of[YARDSTICK]
+        others = [of[name] for name in names if name != YARDSTICK]
         step = (times(ratio(of, name, YARDSTICK)) for name in names if name != YARDSTICK)
         rows.append((str(length), *step, *(times(one.flops / window.flops) for one in others)))
     report.table("Cost of a training step by length (figure 4)", header, rows)

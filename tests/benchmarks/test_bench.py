@@ -136,7 +136,8 @@ def test_of_the_rounds_the_fastest_counts() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_projections_cost_what_torch_counts(tied: bool) -> None:
     """With the reference forms, every `mm` of the forward pass is a projection or the head."""
-    config, length = small_config("(M-W-)*2F-S", tie_embeddings=tied), 24
+    config = small_config("(M-W-)*2F-S", tie_embeddings=tied)
+    length = 24
     model = small_model("(M-W-)*2F-S", tie_embeddings=tied)
     counter = FlopCounterMode(display=False)
     with counter, force("reference"), torch.no_grad():

@@ -78,7 +78,8 @@ def test_it_is_no_slower_than_layers_of_torch() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        ours, theirs = PlainLlama(sizes), TorchLayers(sizes)
+        ours = PlainLlama(sizes)
+        theirs = TorchLayers(sizes)
         rounds = [(seconds(ours, tokens), seconds(theirs, tokens)) for _ in range(7)]
     finally:
         torch.set_num_threads(threads)

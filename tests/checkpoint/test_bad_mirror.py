@@ -33,7 +33,8 @@ def test_a_bad_store_is_reported_and_tried_again_with_the_next_checkpoint(
     fault: str, alone: Groups, write: Write, tmp_path: Path, store: FakeS3, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = trained(alone)
-    first, second = write(engine, 1), write(engine, 2)
+    first = write(engine, 1)
+    second = write(engine, 2)
     copy = Mirror(URL)
     store.fail(fault, "optimizer-00000")
     copy.offer(first)

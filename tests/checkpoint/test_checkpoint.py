@@ -67,7 +67,8 @@ def test_an_asynchronous_checkpoint_holds_the_step_at_which_it_was_asked_for(
     engine = trained(alone)
     engine.config.checkpoint = CheckpointConfig(asynchronous=True)
     expected = [tensor.clone() for tensor in all_blocks(engine)]
-    trained_on, real_write = threading.Event(), Saver._write
+    trained_on = threading.Event()
+    real_write = Saver._write
 
     def late(saver: Saver, *arguments: object) -> None:
         trained_on.wait(30)
@@ -93,7 +94,8 @@ def test_an_update_waits_for_an_asynchronous_checkpoint_to_copy_what_it_changes(
     engine = trained(alone)
     engine.config.checkpoint = CheckpointConfig(asynchronous=True)
     expected = [tensor.clone() for tensor in all_blocks(engine)]
-    passed, real_copy = threading.Event(), copies.copy
+    passed = threading.Event()
+    real_copy = copies.copy
 
     def late(source: torch.Tensor, target: torch.Tensor) -> None:
         if source.dtype == torch.float32:
@@ -179,7 +181,8 @@ def test_training_ends_after_a_number_of_failed_saves(
 ) -> None:
     engine = trained(alone)
     engine.config.checkpoint = CheckpointConfig(asynchronous=asynchronous, failures=2)
-    saver, tokenizer = Saver(engine.config, tmp_path, alone), tmp_path / "tokenizer.json"
+    saver = Saver(engine.config, tmp_path, alone)
+    tokenizer = tmp_path / "tokenizer.json"
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -67,7 +67,8 @@ def test_a_thousand_faults_are_found(alone: Groups, write: Write, tmp_path: Path
     older = write(engine, 1)
     expected = all_tensors(engine)
     saved = write(passing(alone), 2)
-    draw, other = random.Random(1), Engine(engine.config, alone)
+    draw = random.Random(1)
+    other = Engine(engine.config, alone)
     names = sorted(path.name for path in saved.iterdir())
     for _ in range(TRIES):
         name = draw.choice(names)
@@ -128,7 +129,8 @@ def test_what_changes_between_verification_and_loading_is_found(
     older = write(engine, 1)
     saved = write(trained(alone, steps=3), 2)
     assert not list(Checkpoint.open(saved).faults())
-    read, done = files._read, []
+    read = files._read
+    done = []
 
     def changing(path: Path, start: int, count: int, expected: str, size: int) -> bytearray:
         if path.name.startswith("optimizer") and not done and path.parent == saved:
@@ -201,7 +203,8 @@ def test_a_link_to_what_is_no_file_is_refused_unread(
     alone: Groups, write: Write, tmp_path: Path, name: str, target: str
 ) -> None:
     engine = trained(alone)
-    older, saved = write(engine, 1), write(engine, 2)
+    older = write(engine, 1)
+    saved = write(engine, 2)
     os.mkfifo(saved / "pipe")
     (saved / name).unlink()
     (saved / name).symlink_to(target)
@@ -229,9 +232,11 @@ def test_a_renamed_checkpoint_is_moved_out_of_the_way(
         second.rename(tmp_path / "second")
         third.rename(second)
         (tmp_path / "second").rename(third)
-        wrong, expected = {second.name, third.name}, first
+        wrong = {second.name, third.name}
+        expected = first
     else:
-        wrong, expected = {"step-00000099"}, third
+        wrong = {"step-00000099"}
+        expected = third
         second.rename(second.with_name("step-00000099"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

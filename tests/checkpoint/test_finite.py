@@ -65,7 +65,8 @@ def test_it_is_not_saved(
     write(engine, 1)
     before = sorted(tmp_path.rglob("*"))
     engine.config.checkpoint = CheckpointConfig(asynchronous=asynchronous)
-    saver, poisoned = Saver(engine.config, tmp_path, alone), poison(engine, kind, key, value)
+    saver = Saver(engine.config, tmp_path, alone)
+    poisoned = poison(engine, kind, key, value)
     with nullcontext() if asynchronous else pytest.raises(NotFinite, match=poisoned):
         saver.save(engine, meta_of(engine, 2, {}), tmp_path / "tokenizer.json")
     with pytest.raises(NotFinite, match=poisoned) if asynchronous else nullcontext():

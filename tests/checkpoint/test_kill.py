@@ -64,7 +64,8 @@ def test_a_kill_at_every_step_of_a_save_leaves_a_whole_checkpoint(
     settings = CheckpointConfig(keep=1)
     tokenizer = tmp_path / "tokenizer.json"
     loaded = {1: before, 2: engine}
-    survived, other = [], Engine(engine.config, alone)
+    survived = []
+    other = Engine(engine.config, alone)
     for number in range(1, 100):
         write(before, 1, settings=CheckpointConfig(keep=9))
         if again:

@@ -119,7 +119,8 @@ def test_a_checkpoint_written_again_holds_the_same(
 ) -> None:
     said = reported(capsys, 0, "reshard", run, tmp_path / "again", "--file-size", "20KB")
     assert "step 2" in said
-    left, right = Checkpoint.open(folder_of(run, 2)), Checkpoint.open(tmp_path / "again")
+    left = Checkpoint.open(folder_of(run, 2))
+    right = Checkpoint.open(tmp_path / "again")
     assert left.shapes == right.shapes
     assert all(torch.equal(left.whole(key), right.whole(key)) for key in left.shapes)
     assert len(list((tmp_path / "again").glob("optimizer-*"))) > 3
@@ -135,7 +136,8 @@ def test_what_is_no_checkpoint_is_said(run: Path, tmp_path: Path, capsys: pytest
 
 def test_names_are_shown_whole(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a line each where no terminal reads them, and folded where a narrow one does."""
-    first, last = folder_of(run, 1), folder_of(run, 2)
+    first = folder_of(run, 1)
+    last = folder_of(run, 2)
     keys = [key for key in Checkpoint.open(first).shapes if key.startswith("exp_avg_sq.")]
     lines = reported(capsys, 1, "diff", first, last).splitlines()
     assert set(keys) <= {line.split()[0] for line in lines if line.split()}

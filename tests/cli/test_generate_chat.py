@@ -51,7 +51,8 @@ OPTIONS = ("--chat", "--temperature", "0", "--tokens", "9")
 def test_an_answer_is_that_of_the_exported_model(talker: Path, tmp_path: Path, capsys) -> None:
     """Transformers writes the prompt by the template that was exported, and continues it."""
     assert main(["export", str(talker), "--output", str(tmp_path / "out")]) == 0
-    theirs, model = AutoTokenizer.from_pretrained(tmp_path / "out"), None
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     for system in ([], [{"role": "system", "content": "be brief"}]):
         messages = [*system, user("3?")]
@@ -79,7 +80,8 @@ def test_lines_are_a_conversation(talker: Path, capsys, monkeypatch: pytest.Monk
     capsys.readouterr()
     assert main(["generate", str(talker), *OPTIONS]) == 0
     shown = capsys.readouterr()
-    first, second = said(capsys, str(talker), *OPTIONS, "--prompt", "3?")[:-1], read[3][1]["content"]
+    first = said(capsys, str(talker), *OPTIONS, "--prompt", "3?")[:-1]
+    second = read[3][1]["content"]
     assert second == first
     assert shown.out.startswith(f"{first}\n")
     assert f"spells the special token {BOS!r}" in shown.err

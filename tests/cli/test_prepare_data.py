@@ -174,7 +174,8 @@ def test_the_embedded_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.slow
 def test_ctrl_c_and_kill_leave_what_is_finished(tokenizer: str, tmp_path: Path) -> None:
     """Both with two workers; none of them is left, and the third call gives what a single one gives."""
-    inputs, output = tmp_path / "in", tmp_path / "out"
+    inputs = tmp_path / "in"
+    output = tmp_path / "out"
     for number in range(16):
         write_jsonl(inputs / f"{number:02}.jsonl.gz", texts(2_000, f"{number}-"))
     command = [*COMMAND, "--input", str(inputs), "--tokenizer", tokenizer, "--workers", "2", "--shard-size", "8KB"]

@@ -151,7 +151,8 @@ def test_nothing_of_the_environment_is_written(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_every_signal_is_forwarded_as_sigusr1_and_the_job_is_waited_for(number: signal.Signals, tmp_path: Path) -> None:
-    script_path, ready = tmp_path / "batch.sh", tmp_path / "ready"
+    script_path = tmp_path / "batch.sh"
+    ready = tmp_path / "ready"
     command = f"""trap 'sleep 0.3; exit 75' USR1; trap 'exit 1' TERM INT; touch {ready}; while :; do sleep 0.05; done"""
     text = steps("job.sh")
     forwarding = text[text.index("stopped=''") : text.index("use_nodes()")]

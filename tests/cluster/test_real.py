@@ -66,7 +66,8 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 @contextmanager
 def held(run: Path) -> Iterator[list[int]]:
     """The processes of a run stand still inside the block; their ids."""
-    wanted, found = f"run.dir={run}".encode(), []
+    wanted = f"run.dir={run}".encode()
+    found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (path / "cmdline").read_bytes().split(b"\0")
@@ -104,7 +105,8 @@ def undisturbed(cluster: Cluster, counting_folder: Path, tmp_path_factory: pytes
 def same_end(run: Path, other: Path) -> bool:
     """Whether two runs end with the same step, and the same bits in every tensor of the model and the optimizer."""
     assert last_step(run) == last_step(other)
-    ours, theirs = weights(run, last_step(run)), weights(other, last_step(other))
+    ours = weights(run, last_step(run))
+    theirs = weights(other, last_step(other))
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -182,7 +184,8 @@ def test_a_node_that_goes_down_is_done_without(
     first, second = attempts(run)
     assert (first["nodes"], second["nodes"]) == (["n1", "n2"], ["n1"])
     assert second["step_before"] >= 10
-    ours, theirs = weights(run, last_step(run)), weights(undisturbed, last_step(undisturbed))
+    ours = weights(run, last_step(run))
+    theirs = weights(undisturbed, last_step(undisturbed))
     names = [name for name in ours if name.startswith("layers.")]  # sums in another order, else the same
     assert all(torch.allclose(ours[name].float(), theirs[name].float(), rtol=0.02, atol=2e-3) for name in names)
 
@@ -190,7 +193,8 @@ def test_a_node_that_goes_down_is_done_without(
 def test_a_bad_node_is_left_out_and_the_run_continues_with_the_other(
     cluster: Cluster, counting_folder: Path, run_dir: Path
 ) -> None:
-    run, python = run_dir / "run", run_dir / "python"
+    run = run_dir / "run"
+    python = run_dir / "python"
     spoilt = '*cluster.preflight*) [ "$SLURMD_NODENAME" = n1 ] || set -- "$@" cluster.checks.disk_gb=1e9'
     python.write_text(f'#!/bin/bash\ncase "$*" in {spoilt} ;; esac\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -212,7 +216,8 @@ def test_a_bad_node_is_left_out_and_the_run_continues_with_the_other(
 def test_what_no_restart_mends_stops_after_two_attempts_and_says_why(
     cluster: Cluster, counting_folder: Path, run_dir: Path
 ) -> None:
-    run, data = run_dir / "run", run_dir / "data"
+    run = run_dir / "run"
+    data = run_dir / "data"
     shutil.copytree(counting_folder, data)
     for shard in data.rglob("*.mds"):
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")

@@ -76,7 +76,8 @@ def test_a_name_stays_inside_the_folder(name: str) -> None:
 def test_what_is_in_its_place_is_of_that_step_and_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["phases.0.export=auto", f"run.dir={run}"]
-    config, output = load(arguments), run / "export" / "pretrain"
+    config = load(arguments)
+    output = run / "export" / "pretrain"
 
     def found(*more: str) -> list[str]:
         config = load([*arguments, *more])

@@ -51,7 +51,8 @@ def test_there_are_the_four_interventions_and_their_control() -> None:
 
 @pytest.mark.parametrize("recipe", LENGTH)
 def test_a_recipe_is_appendix_b_on_the_checkpoints_model_and_data(recipe: str, base: Path) -> None:
-    config, held = load([f"recipe={recipe}", f"run.weights={base}"]), load(BASE)
+    config = load([f"recipe={recipe}", f"run.weights={base}"])
+    held = load(BASE)
     assert check(config) == []
     assert (config.model, config.precision) == (held.model, held.precision)
     walking = config.states.mode is StateMode.tbtt

@@ -31,7 +31,8 @@ def test_same_batches_as_torch(
     assert len(steps) == 6
     for step, batches in enumerate(steps, start=3):
         assert [len(batch.tokens_BL) for batch in batches] == [2, 2]
-        found, expected = joined(batches), joined(plain.micro_batches(step))
+        found = joined(batches)
+        expected = joined(plain.micro_batches(step))
         assert found.keys() == expected.keys()
         for name in expected:
             assert found[name].dtype == expected[name].dtype

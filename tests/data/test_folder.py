@@ -67,7 +67,8 @@ def test_shards_hold_what_the_manifest_says(make_folder: Callable[..., TokenFold
     assert len(split.shards) > 3
     assert split.documents == 40
     assert split.tokens == sum(range(2, 42))
-    lengths, first = folder.lengths("train", "text"), 0
+    lengths = folder.lengths("train", "text")
+    first = 0
     for shard in split.shards:
         assert lengths[first : first + shard.documents].sum() == shard.tokens
         first += shard.documents

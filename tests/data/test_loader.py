@@ -55,7 +55,8 @@ def joined(batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
 
 
 def same(a: Sequence[Batch], b: Sequence[Batch]) -> bool:
-    first, second = joined(a), joined(b)
+    first = joined(a)
+    second = joined(b)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -83,7 +84,8 @@ def test_windows_of_isolated_documents(toy: TokenFolder):
     ):
         assert labels[:-1] == tokens[1:]
         assert mask == [token != EOS for token in tokens]
-        expected_documents, expected_positions = [0], [0]
+        expected_documents = [0]
+        expected_positions = [0]
         for before in tokens[:-1]:
             new = before == EOS
             expected_documents.append(expected_documents[-1] + new)
@@ -101,7 +103,8 @@ def test_windows_of_isolated_documents(toy: TokenFolder):
 def test_borders_of_documents_move_with_a_batch(toy: TokenFolder, documents: Documents) -> None:
     """On the device nothing asks for them again; other rows have others."""
     for batch in Loader(sources_of((toy, "text", 1)), order_of(documents=documents)).micro_batches(4):
-        seq, rows = batch.seq, len(batch.tokens_BL)
+        seq = batch.seq
+        rows = len(batch.tokens_BL)
         begins = [16 * row + first for row, spans in enumerate(seq.spans()) for first, _ in spans]
         moved = batch.moved(torch.clone).seq
         assert moved._spans == seq.spans()
@@ -165,7 +168,8 @@ def test_rows_are_the_same_for_every_number_of_ranks_and_from_every_step(
 @pytest.mark.parametrize("micro_batch", [1, 4, 8])
 def test_micro_batch_does_not_change_the_order(toy: TokenFolder, micro_batch: int):
     sources = sources_of((toy, "text", 1))
-    usual, other = Loader(sources, order_of()), Loader(sources, order_of(micro_batch=micro_batch))
+    usual = Loader(sources, order_of())
+    other = Loader(sources, order_of(micro_batch=micro_batch))
     for step in (9, 0, 5):
         assert same(other.micro_batches(step), usual.micro_batches(step))
 
@@ -200,12 +204,14 @@ def test_lanes_reproduce_the_recurrence_over_whole_documents(
             h = advance(h, token)
             whole[int(document[0]), h] = token
     loader = Loader(sources_of((folder, "text", 1)), order_of(Order.lanes, seed=seed, shuffle=shuffle))
-    carried, begun = [0] * 8, [0] * 8
+    carried = [0] * 8
+    begun = [0] * 8
     for step in range(12):
         batch = joined(loader.micro_batches(step))
         for lane in range(8):
             h = carried[lane] if batch["continues_B"][lane] else 0
-            tokens, positions = batch["tokens_BL"][lane].tolist(), batch["positions_BL"][lane].tolist()
+            tokens = batch["tokens_BL"][lane].tolist()
+            positions = batch["positions_BL"][lane].tolist()
             documents = batch["documents_BL"][lane].tolist()
             for place, (token, position) in enumerate(zip(tokens, positions, strict=True)):
                 if place and documents[place] != documents[place - 1]:
@@ -228,7 +234,8 @@ def test_every_token_is_read_once_an_epoch(toy: TokenFolder):
 
 
 def test_a_mixture_is_exact(make_folder: Callable[..., TokenFolder]):
-    first, second = make_folder(), make_folder(validation=(50,), name="other")
+    first = make_folder()
+    second = make_folder(validation=(50,), name="other")
     sources = sources_of((first, "text", 3), (second, "text", 1))
     assert [(line.share, line.tokens) for line in reading_plan(sources.mixture, 1600)] == [
         (0.75, 1200),
@@ -324,7 +331,8 @@ def test_held_out_is_spread_over_the_split(make_folder: Callable[..., TokenFolde
 
 
 def test_held_out_rows_of_several_sources_by_weight(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
-    other, none = make_folder(validation=(60,), name="other"), make_folder(validation=(), name="none")
+    other = make_folder(validation=(60,), name="other")
+    none = make_folder(validation=(), name="none")
     sources = sources_of((toy, "text", 1), (other, "text", 3), (none, "text", 5))
     found = list(held_out(sources, Documents.join, 10, 60, 3, 10))
     firsts = [(name, batch.tokens_BL[:, 0].tolist()) for name, batch in found]

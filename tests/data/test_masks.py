@@ -30,7 +30,8 @@ lengths = st.lists(st.integers(1, 90), min_size=3, max_size=40).filter(lambda fo
 def check(batches: list[Batch]) -> None:
     """A token counts where it is learned, and where it is of the document of the token before it."""
     whole = joined(batches)
-    labels, tokens = whole["labels_BL"], whole["tokens_BL"]
+    labels = whole["labels_BL"]
+    tokens = whole["tokens_BL"]
     expected = torch.from_numpy(learned(labels.numpy())) | (labels >= PLAIN)
     if "documents_BL" in whole:
         expected &= tokens != EOS

@@ -145,7 +145,8 @@ def test_missing_paths(tmp_path: Path):
 
 def test_tokens_that_do_not_parse_are_left_to_the_phase_s_rules(toy: TokenFolder):
     config = config_of(toy.path)
-    config.data.epochs, config.phases[0].tokens = 1.0, "-5"
+    config.data.epochs = 1.0
+    config.phases[0].tokens = "-5"
     assert not [problem for problem in problems(config) if "phases.0" in problem.key]
 
 
@@ -192,7 +193,8 @@ def test_too_few_tokens(make_folder: Callable[..., TokenFolder]):
 
 def test_a_source_is_read_as_often_as_is_said(toy: TokenFolder) -> None:
     config = config_of(toy.path)
-    config.data.epochs, config.phases[1].name = 1.0, "second"
+    config.data.epochs = 1.0
+    config.phases[1].name = "second"
     tokens = toy.manifest.splits["train"]["text"].tokens
     config.phases[0].tokens = str(tokens)
     config.phases[1].tokens = str(3 * tokens)

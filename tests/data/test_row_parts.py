@@ -27,15 +27,18 @@ def assert_same(found: Batch, wanted: Batch) -> None:
     for name in ("tokens_BL", "labels_BL", "mask_BL", "continues_B"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     for name in ("positions_BL", "documents_BL", "borders_E"):
-        one, other = getattr(found.seq, name), getattr(wanted.seq, name)
+        one = getattr(found.seq, name)
+        other = getattr(wanted.seq, name)
         assert (one is None) == (other is None)
         assert one is None or (one.dtype == other.dtype and torch.equal(one, other)), name
     assert found.seq.spans() == wanted.seq.spans()
-    share, other = found.seq.share, wanted.seq.share
+    share = found.seq.share
+    other = wanted.seq.share
     assert share is not None
     assert other is not None
     for field in fields(share):
-        one, another = getattr(share, field.name), getattr(other, field.name)
+        one = getattr(share, field.name)
+        another = getattr(other, field.name)
         assert torch.equal(one, another) if isinstance(one, torch.Tensor) else one == another, field.name
 
 
@@ -58,7 +61,8 @@ def test_a_part_is_the_cut_of_the_whole(
         loader = Loader(sources, reading, rank=1, ranks=2, part=part)
         assert loader.fingerprint == whole.fingerprint
         for step in range(5):
-            found, wanted = loader.micro_batches(step), whole.micro_batches(step)
+            found = loader.micro_batches(step)
+            wanted = whole.micro_batches(step)
             assert len(found) == len(wanted) == 2
             for one, other in zip(found, wanted, strict=True):
                 assert one.tokens_BL.shape == (2, 16 // ranks)
@@ -84,8 +88,10 @@ def read_by(loader: Loader, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_rank_reads_its_part_alone(toy: TokenFolder, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """And one token more of each row, the label of the last: the first of the next part."""
-    sources, reading = sources_of((toy, "text", 1)), replace(READING, seq_len=64, kind=Order.lanes, chunks=chunks)
-    steps, rows = 4, 8
+    sources = sources_of((toy, "text", 1))
+    reading = replace(READING, seq_len=64, kind=Order.lanes, chunks=chunks)
+    steps = 4
+    rows = 8
     assert read_by(Loader(sources, reading), monkeypatch, steps) == steps * rows // chunks * (64 * chunks + 1)
     for rank in range(4):
         loader = Loader(sources, reading, part=RowPart(rank, 4))
@@ -117,7 +123,8 @@ def test_only_shards_of_a_part_are_fetched(make_folder: Callable[..., TokenFolde
 def test_parts_are_read_ahead(toy: TokenFolder, workers: int, feed: Feed) -> None:
     if feed is Feed.dali:
         pytest.importorskip("nvidia.dali", reason="make setup-dali")
-    part, sources = RowPart(1, 2), sources_of((toy, "text", 1))
+    part = RowPart(1, 2)
+    sources = sources_of((toy, "text", 1))
     plain = Loader(sources, READING, part=part)
     for step, batches in enumerate(Loader(sources, READING, Ahead(workers), feed, part=part).iterate(3, 6), start=3):
         for one, other in zip(batches, plain.micro_batches(step), strict=True):

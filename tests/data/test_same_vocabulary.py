@@ -91,7 +91,8 @@ def found(folder: Path, *arguments: str, index: int = 0) -> list[str]:
 
 
 def test_weights_from_elsewhere_and_tokens_of_another_vocabulary(weights: Path, tmp_path: Path) -> None:
-    file, given = tmp_path / "tokenizer.json", f"run.weights={weights}"
+    file = tmp_path / "tokenizer.json"
+    given = f"run.weights={weights}"
     file.write_bytes(stored(grown(BASE)))
     assert found(file, given) == found(file) == []
     file.write_bytes(stored(of_other_text(BASE)))

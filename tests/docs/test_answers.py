@@ -18,7 +18,8 @@ from tests.data.prepare.test_learned import BEGIN, CHATML, END
 from tests.docs.conftest import ROOT, commands
 from tests.train.conftest import small_run_arguments
 
-VOCABULARY, TRAINING = 302, 40
+VOCABULARY = 302
+TRAINING = 40
 FEWER = {"2000": str(TRAINING)}  # samples
 ANSWERS = {f"{a} + {b}?": f"It is {a + b}." for a in range(12) for b in range(12)}
 
@@ -70,7 +71,8 @@ def test_tasks_to_training(workplace: Path) -> None:
     """The folder holds the samples' own tokens and masks; every step of training counts some of the answers."""
     run_commands("tasks.md", "tuning", workplace)
     folder = TokenFolder.open(workplace / "data/tuning")
-    tokens, task = open_tokens(str(workplace / "tokenizers/chat")), named("passkey")
+    tokens = open_tokens(str(workplace / "tokenizers/chat"))
+    task = named("passkey")
     samples = [task.sample(training_seed(0), index, tokens, 512) for index in range(TRAINING)]
     eos = folder.manifest.eos
     expected = {(*sample.tokens, eos): [*sample.mask, 1] for sample in samples}

@@ -38,7 +38,8 @@ def test_the_limit_is_a_number_of_deviations_above_the_mean_of_the_logarithms() 
 
 def test_the_limit_follows_norms_by_factors() -> None:
     norms = [1.0 + 0.3 * math.sin(step) for step in range(WINDOW)]
-    limit, of_larger = used_to(norms).limit, used_to([1000 * norm for norm in norms]).limit
+    limit = used_to(norms).limit
+    of_larger = used_to([1000 * norm for norm in norms]).limit
     assert limit is not None
     assert of_larger == pytest.approx(1000 * limit)
 

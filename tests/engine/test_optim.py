@@ -109,7 +109,8 @@ def test_a_step_with_non_finite_gradients_changes_nothing(alone: Groups, value: 
     engine = Engine(small_run(small_config("M-")), alone)
     engine.forward_backward([random_batch()])
     engine.optimizer.step(1e-3)
-    before, state = snapshot(engine), [block.data.clone() for block in engine.optimizer.blocks()]
+    before = snapshot(engine)
+    state = [block.data.clone() for block in engine.optimizer.blocks()]
     engine.forward_backward([random_batch()])
     engine.optimizer.shards["norm.weight"].weight.main_grad[0] = value
     _, accepted = engine.optimizer.step(1e-3)
@@ -126,7 +127,8 @@ def test_norms_name_every_layer(alone: Groups) -> None:
     norms = engine.optimizer.norms()
     layers = {"embedding", "layers.0", "layers.1", "norm"}
     assert set(norms) == {f"{layer}.{kind}" for layer in layers for kind in ("weight_norm", "grad_norm")}
-    weights, gradients = dict(engine.weights()), dict(engine.optimizer.gradients())
+    weights = dict(engine.weights())
+    gradients = dict(engine.optimizer.gradients())
     assert norms["embedding.weight_norm"] == pytest.approx(weights["embedding.weight"].norm().item())
     squares = sum(gradients[name].square().sum().item() for name in gradients if name.startswith("layers.1."))
     assert norms["layers.1.grad_norm"] == pytest.approx(squares**0.5)

@@ -27,7 +27,8 @@ def test_micro_batches_with_unequal_masks_equal_one_batch(alone: Groups) -> None
     batch.mask_BL[0] = False
     batch.mask_BL[1, 3:] = False
     config = small_run(small_config("M-W-F"))
-    whole, cut = Engine(config, alone), Engine(config, alone)
+    whole = Engine(config, alone)
+    cut = Engine(config, alone)
     loss = whole.forward_backward([batch])
     pieces = [rows_of(batch, 0, 1), rows_of(batch, 1, 2), rows_of(batch, 2, 3), rows_of(batch, 3, 4)]
     torch.testing.assert_close(cut.forward_backward(pieces).mean, loss.mean, rtol=1e-6, atol=0)
@@ -37,7 +38,8 @@ def test_micro_batches_with_unequal_masks_equal_one_batch(alone: Groups) -> None
 
 
 def test_losses_of_parts_are_those_of_their_batches_alone(alone: Groups) -> None:
-    batch, engine = random_batch(rows=4), Engine(small_run(small_config("M-W-F")), alone)
+    batch = random_batch(rows=4)
+    engine = Engine(small_run(small_config("M-W-F")), alone)
     batch.mask_BL[1, 3:] = False
     pieces = [rows_of(batch, row, row + 1) for row in range(4)]
     found = engine.losses(list(zip([2, 0, 2, 0], pieces, strict=True)), 3)
@@ -48,7 +50,8 @@ def test_losses_of_parts_are_those_of_their_batches_alone(alone: Groups) -> None
 
 
 def test_loss_is_the_mean_cross_entropy_over_unmasked_tokens(alone: Groups) -> None:
-    batch, engine = random_batch(), Engine(small_run(), alone)
+    batch = random_batch()
+    engine = Engine(small_run(), alone)
     plain = small_model()
     plain.load_state_dict(dict(engine.weights()))
     logits_BLV = plain(batch.tokens_BL, None, batch.seq).output.transpose(0, 1)
@@ -60,7 +63,8 @@ def test_loss_is_the_mean_cross_entropy_over_unmasked_tokens(alone: Groups) -> N
 
 
 def test_a_step_whose_tokens_are_all_masked_has_no_gradient(alone: Groups) -> None:
-    batch, engine = random_batch(), Engine(small_run(), alone)
+    batch = random_batch()
+    engine = Engine(small_run(), alone)
     batch.mask_BL[:] = False
     assert engine.forward_backward([batch]).mean == 0
     assert not any(gradient.any() for _, gradient in engine.optimizer.gradients())
@@ -73,7 +77,8 @@ def of_step(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def test_masked_labels_change_no_bit(alone: Groups) -> None:
-    batch, config = random_batch(rows=4), small_run(small_config("M-S-W-F"))
+    batch = random_batch(rows=4)
+    config = small_run(small_config("M-S-W-F"))
     batch.mask_BL[:2] = False  # of the first micro-batch nothing is learned
     labels_BL = torch.where(batch.mask_BL, batch.labels_BL, (batch.labels_BL + 7) % 61)
     one, other = (of_step(Engine(config, alone), b) for b in (batch, dataclasses.replace(batch, labels_BL=labels_BL)))
@@ -89,7 +94,8 @@ def test_masked_labels_change_no_bit(alone: Groups) -> None:
 def test_a_document_of_which_nothing_is_learned_changes_no_bit(alone: Groups) -> None:
     """It stands between others in packed rows, which do not see it, and has other tokens, so other labels too."""
     batch = random_batch(rows=4, documents=[[10, 6, 8], [3, 13, 8], [8, 8, 8], [1, 20, 3]])
-    documents_BL, config = batch.seq.documents_BL, small_run(small_config("M-S-W-F"))
+    documents_BL = batch.seq.documents_BL
+    config = small_run(small_config("M-S-W-F"))
     assert documents_BL is not None
     batch.mask_BL[:, :-1] &= documents_BL[:, :-1] == documents_BL[:, 1:]
     batch.mask_BL[documents_BL == 1] = False

@@ -18,7 +18,9 @@ from hybridtron.planning.memory import plan
 from tests.conftest import random_batch, small_config, small_model, small_run
 
 PATTERN = "M-WS"
-LANES, ROWS, LENGTH = 4, 2, 12
+LANES = 4
+ROWS = 2
+LENGTH = 12
 
 
 def run_of(**states: object) -> Config:
@@ -62,7 +64,8 @@ def chunk_of(stream: Batch, step: int, length: int) -> list[Batch]:
 
 def test_tbtt_equals_the_whole_stream(alone: Groups) -> None:
     """Losses of chunks that start where the one before ended add up to the loss of the whole."""
-    engine, stream = engine_of(alone, mode="tbtt"), lanes_of(LENGTH, 5)
+    engine = engine_of(alone, mode="tbtt")
+    stream = lanes_of(LENGTH, 5)
     plain = small_model(PATTERN)
     plain.load_state_dict(dict(engine.weights()))
     logits = plain(stream.tokens_BL, None, stream.seq).output.transpose(0, 1)
@@ -75,7 +78,8 @@ def test_tbtt_equals_the_whole_stream(alone: Groups) -> None:
 
 
 def test_a_row_that_begins_a_document_starts_from_zero(alone: Groups) -> None:
-    engine, stream = engine_of(alone, mode="tbtt"), lanes_of(LENGTH, 2)
+    engine = engine_of(alone, mode="tbtt")
+    stream = lanes_of(LENGTH, 2)
     step_of(engine, 0, chunk_of(stream, 0, LENGTH))
     batches = chunk_of(stream, 1, LENGTH)
     fresh = [dataclasses.replace(batch, continues_B=torch.tensor([False, False])) for batch in batches]
@@ -99,7 +103,8 @@ def test_chunks_within_a_step_equal_as_many_steps(alone: Groups) -> None:
     expected = sum(loss * count for loss, count in zip(single[:2], tokens, strict=True)) / sum(tokens)
     assert double[0].mean.item() == pytest.approx(expected, rel=1e-5)
     by_chunks.step(0.0)
-    held, after_two = carrier_of(by_chunks).held, engine_of(alone, mode="tbtt")
+    held = carrier_of(by_chunks).held
+    after_two = engine_of(alone, mode="tbtt")
     for step in range(2):
         step_of(after_two, step, chunk_of(stream, step, LENGTH))
     for layer, parts in carrier_of(after_two).held.items():
@@ -199,7 +204,8 @@ def test_rounding_makes_no_variance_of_fitted_noise_negative(alone: Groups) -> N
 
 @pytest.mark.parametrize("mode", ["passing", "tbtt", "fitted"])
 def test_a_refused_step_leaves_states_as_they_were(alone: Groups, mode: str) -> None:
-    engine, stream = engine_of(alone, mode=mode), lanes_of(LENGTH, 3)
+    engine = engine_of(alone, mode=mode)
+    stream = lanes_of(LENGTH, 3)
     step_of(engine, 0, chunk_of(stream, 0, LENGTH))
     carrier = carrier_of(engine)
     before = {layer: dict(parts) for layer, parts in carrier.held.items()}, dict(carrier.moments)
@@ -212,7 +218,8 @@ def test_a_refused_step_leaves_states_as_they_were(alone: Groups, mode: str) -> 
 
 
 def test_a_lane_whose_state_is_not_finite_starts_again_alone(alone: Groups) -> None:
-    engine, stream = engine_of(alone, mode="tbtt"), lanes_of(LENGTH, 2)
+    engine = engine_of(alone, mode="tbtt")
+    stream = lanes_of(LENGTH, 2)
     engine.forward_backward(chunk_of(stream, 0, LENGTH), 0)
     carrier = carrier_of(engine)
     carrier._ended[0, 1][3]["ssm"][0, 0, 0, 0] = torch.inf  # lane 2
@@ -225,7 +232,8 @@ def test_a_lane_whose_state_is_not_finite_starts_again_alone(alone: Groups) -> N
 
 
 def test_restarts_are_counted_on_and_not_for_a_refused_step(alone: Groups) -> None:
-    engine, stream = engine_of(alone, mode="passing"), lanes_of(LENGTH, 3)
+    engine = engine_of(alone, mode="passing")
+    stream = lanes_of(LENGTH, 3)
     carrier = carrier_of(engine)
     carrier.restarts = torch.tensor(5)  # as a checkpoint brings it
     for step, broken in enumerate((True, True, False)):

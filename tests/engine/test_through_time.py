@@ -24,7 +24,10 @@ from hybridtron.parallel.groups import Groups
 from tests.conftest import SMALL_LAYERS, random_batch, small_config, small_run
 from tests.live import Live
 
-LANES, ROWS, LENGTH, CHUNKS = 4, 2, 12, 3
+LANES = 4
+ROWS = 2
+LENGTH = 12
+CHUNKS = 3
 WHOLE_ROWS = [[36], [12, 24], [5, 13, 18], [24, 12]]  # borders within chunks, and where a chunk begins
 
 
@@ -105,7 +108,8 @@ def test_the_next_step_continues_without_a_gradient(alone: Groups) -> None:
     """Two steps of one chunk each after the other give the loss of one step of two, and gradients that end between."""
     batch = rows_of(None, chunks=4)
     whole, _ = gradients(engine_of(tbtt(chunks=4), alone), batch.split(ROWS))
-    engine, found = engine_of(tbtt(chunks=2), alone), 0.0
+    engine = engine_of(tbtt(chunks=2), alone)
+    found = 0.0
     for half in batch.chunks(2):
         found += gradients(engine, half.split(ROWS))[0] * half.mask_BL.sum().item()
         assert engine.carrier is not None
@@ -116,7 +120,8 @@ def test_the_next_step_continues_without_a_gradient(alone: Groups) -> None:
 
 def test_only_what_is_chosen_is_handed_over(alone: Groups) -> None:
     """As much as between steps: with the recurrent states alone, chunks are chunks of detached runs in their losses."""
-    batch, chosen = rows_of(None), {"carry": [StateKind.ssm], "layers": [0]}
+    batch = rows_of(None)
+    chosen = {"carry": [StateKind.ssm], "layers": [0]}
     loss, _ = gradients(engine_of(tbtt(**chosen), alone), batch.split(ROWS))
     groups = [group.chunks(CHUNKS) for group in batch.split(ROWS)]
     detached = engine_of(tbtt(through_time=False, **chosen), alone)

@@ -31,7 +31,9 @@ from tests.conftest import serving, small_config, small_run
 from tests.distributed import run_distributed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "muon_like"
-LR, STEPS, SAVED = 1e-2, 4, 2
+LR = 1e-2
+STEPS = 4
+SAVED = 2
 OPTIM = OptimConfig(name="muon_like", eps=1e-4, weight_decay=0.1, clip=1e9)
 
 
@@ -81,7 +83,8 @@ def steps(engine: Engine, numbers: range) -> None:
 def weights_after(seat: Seat, config: Config, folder: Path | None = None) -> dict[str, Tensor]:
     """Train STEPS steps; with a folder write a checkpoint on the way, or resume from the one that is there."""
     with registered(), seat.groups(config.parallel) as groups:
-        engine, first = Engine(config, groups), 0
+        engine = Engine(config, groups)
+        first = 0
         if folder is not None and folder.exists():
             restore_newest(valid_checkpoints(folder), serving(engine), folder)
             first = SAVED
@@ -104,7 +107,8 @@ def by_hand(seat: Seat, config: Config) -> dict[str, Tensor]:
     with registered(), seat.groups(config.parallel) as groups:
         from muon_like import orthogonalized  # type: ignore[import-not-found]
 
-        engine, table = Engine(config, groups), parameter_table(config.model)
+        engine = Engine(config, groups)
+        table = parameter_table(config.model)
         masters = {name: weight.clone() for name, weight in engine.weights()}
         state: dict[str, list[Tensor]] = {
             name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in masters.items()
@@ -112,7 +116,8 @@ def by_hand(seat: Seat, config: Config) -> dict[str, Tensor]:
         for step in range(STEPS):
             engine.forward_backward(batches_of(step, groups), step)
             for name, gradient in engine.optimizer.gradients():
-                weight, (one, two) = table[name], state[name]
+                weight = table[name]
+                (one, two) = state[name]
                 if weight.fp8:
                     one.mul_(0.9).add_(gradient)
                     straight = orthogonalized(one)
@@ -121,7 +126,8 @@ def by_hand(seat: Seat, config: Config) -> dict[str, Tensor]:
                 else:
                     one.copy_(0.9 * one + 0.1 * gradient)
                     two.copy_(0.95 * two + 0.05 * gradient**2)
-                    mean, square = one / (1 - 0.9 ** (step + 1)), two / (1 - 0.95 ** (step + 1))
+                    mean = one / (1 - 0.9 ** (step + 1))
+                    square = two / (1 - 0.95 ** (step + 1))
                     direction = mean / (square.sqrt() + config.optim.eps)
                 decay = config.optim.weight_decay if weight.decay else 0.0
                 masters[name] = masters[name] * (1 - LR * decay) - LR * direction
@@ -140,7 +146,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.gloo
 def test_cut_by_tensor_and_data_ranks_it_moves_weights_as_by_hand(tmp_path: Path) -> None:
     """Two tensor ranks, the distributed optimizer over two data ranks; then resumed from there on one process."""
-    expected, folder = serial(), tmp_path / "run"
+    expected = serial()
+    folder = tmp_path / "run"
     (alone,) = run_distributed(weights_after, 1, config_of(ParallelConfig()))
     assert_same(alone, expected)
     first, *_ = run_distributed(weights_after, 4, config_of(ParallelConfig(tensor=2)), folder)

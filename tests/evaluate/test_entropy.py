@@ -56,7 +56,8 @@ def test_attention_is_that_of_the_whole_matrix(
     scores: int, window: int | None, documents: bool, remembered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entropy, "SCORES", scores)
-    made, looked = [], entropy._looked
+    made = []
+    looked = entropy._looked
 
     def counted(q: Tensor, k: Tensor, visible: Tensor) -> entropy.Looked:
         made.append(q[..., 0].numel() * k.shape[1])
@@ -84,7 +85,8 @@ def test_spans_are_those_of_the_whole_matrix(scores: int, shift: int, monkeypatc
     monkeypatch.setattr(entropy, "SCORES", scores)
     segment = SpanSegment(slice(0, 2), 0, LENGTH, seen=16, kept=16)
     cut = SpanCut(8, 2, [segment], shift)
-    chunks, available = len(cut.chunks(segment)), cut.available(segment)
+    chunks = len(cut.chunks(segment))
+    available = cut.available(segment)
     chosen = torch.stack([torch.randint(-1, most, (2, 2, 3)) for most in available], dim=2)
     assert chunks == chosen.shape[2]
     inputs = SpanInputs(heads(LENGTH, 4), heads(LENGTH + 16, 2), heads(LENGTH + 16, 2), cut, [chosen])
@@ -115,7 +117,8 @@ def test_selection_by_hand(chunk: int) -> None:
 
 
 def test_of_a_model_in_any_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens_BL = small_model("M-S-W-F-", torch.float64), torch.randint(61, (3, LENGTH))
+    model = small_model("M-S-W-F-", torch.float64)
+    tokens_BL = torch.randint(61, (3, LENGTH))
     whole = entropies(reader(model), tokens_BL, LENGTH, queries=10)
     assert [one.layer for one in whole] == [0, 2, 4, 6]
     assert [one.kind for one in whole] == ["selection"] * 2 + ["attention"] * 2

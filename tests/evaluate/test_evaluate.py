@@ -72,7 +72,8 @@ def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_answers_are_what_the_model_writes_greedily(run: Path, output: Path, model: LanguageModel) -> None:
     checkpoint = folder_of(run, 4)
-    tokens, task = open_tokens(str(checkpoint)), named("passkey", ["digits=1", "depth_steps=2"])
+    tokens = open_tokens(str(checkpoint))
+    task = named("passkey", ["digits=1", "depth_steps=2"])
     lines = [one for one in lines_of(output / "samples.jsonl") if one.get("task", "").startswith("passkey")]
     assert [one["key"] for one in lines] == [f"passkey[digits=1,depth_steps=2]/400/0/{i}" for i in range(5)]
     for index, line in enumerate(lines):
@@ -143,7 +144,8 @@ def test_an_evaluation_that_was_killed_continues(
     whole = (output / "samples.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)
     (tmp_path / "samples.jsonl").write_bytes(b"".join(lines[:kept]) + lines[kept][:20])
-    scored, counted = answers.answered, []
+    scored = answers.answered
+    counted = []
     monkeypatch.setattr(answers, "answered", lambda *given: counted.extend(given[2]) or scored(*given))
     evaluated(run, tmp_path)
     assert (tmp_path / "samples.jsonl").read_bytes() == whole
@@ -267,7 +269,8 @@ def under_torchrun(*arguments: object) -> str:
 @pytest.mark.parametrize("layout", ["", "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"])
 def test_two_processes_find_what_one_does(layout: str, run: Path, output: Path, tmp_path: Path) -> None:
     """Samples are shared out, or the model is."""
-    file, words = asked(tmp_path, ASKED), layout.split()
+    file = asked(tmp_path, ASKED)
+    words = layout.split()
     options = ["--tasks", file, "--output", tmp_path / "two", "--rows", "2", "--batch", "2"]
     under_torchrun("evaluate", run, *words, *options)
     found = [line for line in lines_of(tmp_path / "two/samples.jsonl") if "about" not in line]

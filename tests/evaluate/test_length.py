@@ -43,7 +43,8 @@ def read_whole(model: LanguageModel, tokens_BL: torch.Tensor):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_losses_by_position_are_those_of_a_hand_loop(pattern: str) -> None:
-    model, tokens_BT = wide(pattern), tokens()
+    model = wide(pattern)
+    tokens_BT = tokens()
     logits_LBV = read_whole(model, tokens_BT[:, :-1]).output
     by_hand = [F.cross_entropy(logits_LBV[i], tokens_BT[:, i + 1]) for i in range(LENGTH - 1)]
     for chunk in CHUNKS:
@@ -53,7 +54,8 @@ def test_losses_by_position_are_those_of_a_hand_loop(pattern: str) -> None:
 
 
 def test_a_position_sees_what_stands_before_it_alone() -> None:
-    model, tokens_BT = wide("M-S-W"), tokens(1)
+    model = wide("M-S-W")
+    tokens_BT = tokens(1)
     changed_BT = tokens_BT.clone()
     changed_BT[:, 20] = (changed_BT[:, 20] + 1) % 61
     before, after = (position_losses(reader(model), one, 7) for one in (tokens_BT, changed_BT))
@@ -62,7 +64,8 @@ def test_a_position_sees_what_stands_before_it_alone() -> None:
 
 
 def test_losses_of_a_bf16_model_are_summed_wide() -> None:
-    model, tokens_BT = small_model("M-S-").cast(torch.bfloat16), tokens(8)
+    model = small_model("M-S-").cast(torch.bfloat16)
+    tokens_BT = tokens(8)
     logits_LBV = read_whole(model, tokens_BT[:, :-1]).output
     assert logits_LBV.dtype == torch.bfloat16
     nll_LB = F.cross_entropy(logits_LBV.double().movedim(2, 1), tokens_BT[:, 1:].T, reduction="none")
@@ -119,7 +122,8 @@ def by_hand(p: list[float], q: list[float]) -> tuple[float, float, float]:
 
 
 def test_distances_are_those_of_the_formulas() -> None:
-    p, q = [[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0]], [[0.1, 0.2, 0.3, 0.4], [0.0, 1.0, 0.0, 0.0]]
+    p = [[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0]]
+    q = [[0.1, 0.2, 0.3, 0.4], [0.0, 1.0, 0.0, 0.0]]
     measured = torch.stack(distances(torch.tensor(p).double(), torch.tensor(q).double()), dim=1)
     for row, expected in zip(measured.tolist(), map(by_hand, p, q), strict=True):
         assert row == pytest.approx(expected, abs=1e-7)
@@ -127,7 +131,8 @@ def test_distances_are_those_of_the_formulas() -> None:
 
 
 def test_the_mean_is_over_rows() -> None:
-    model, tokens_BT = wide("M-S-"), tokens(4)
+    model = wide("M-S-")
+    tokens_BT = tokens(4)
     together = effective_remembrance(reader(model), tokens_BT, [9], 8)[0]
     alone = [effective_remembrance(reader(model), row[None], [9], 8)[0] for row in tokens_BT]
     assert together == pytest.approx(Remembrance(*(sum(values) / 4 for values in zip(*alone, strict=True))))
@@ -135,7 +140,8 @@ def test_the_mean_is_over_rows() -> None:
 
 @pytest.mark.parametrize(("every", "chunk"), [(8, 5), (5, 8), (6, 64), (37, 10), (1, 4)])
 def test_deviations_are_those_of_the_states(every: int, chunk: int) -> None:
-    model, tokens_BT = wide("M-W-S-F-"), tokens()
+    model = wide("M-W-S-F-")
+    tokens_BT = tokens()
     measured = state_deviation(reader(model), tokens_BT, every, chunk)
     positions = range(every, LENGTH + 1, every)
     assert [(one.position, one.layer) for one in measured] == [(p, layer) for p in positions for layer in (0, 4)]
@@ -152,7 +158,9 @@ def test_without_a_recurrent_state_there_is_nothing_to_measure() -> None:
 
 
 def test_progress_counts_every_token_that_is_read() -> None:
-    model, tokens_BT, read = wide("M"), tokens(), []
+    model = wide("M")
+    tokens_BT = tokens()
+    read = []
     position_losses(reader(model), tokens_BT, 10, read.append)
     assert read == [10, 10, 10, 6]
     read.clear()
@@ -164,7 +172,9 @@ def test_progress_counts_every_token_that_is_read() -> None:
 
 
 def test_the_stream_of_one_chunk_is_kept_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, alive, most = wide("M-S-"), weakref.WeakSet(), []
+    model = wide("M-S-")
+    alive = weakref.WeakSet()
+    most = []
     forward = model.forward
 
     def watched(tokens_BL, states, seq, logits):

@@ -133,7 +133,9 @@ class Outside(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found, self.open, self.text = [], [], ""
+        self.found = []
+        self.open = []
+        self.text = ""
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         self.found += [value for key, value in attrs if key in ("src", "href") and not value.startswith("data:")]
@@ -175,10 +177,8 @@ def test_the_effective_length_is_the_longest_that_reaches_the_threshold() -> Non
 @pytest.mark.parametrize(("beyond", "holds"), [(2.0, True), (2.03, True), (2.05, False)])
 def test_length_generalization_is_a_question_of_the_worst_doubling(beyond: float, holds: bool) -> None:
     """Of 16 tokens, in 64: text that is twice as hard for both readings makes no difference."""
-    shown, within = (
-        [4.0] * 4 + [2.0] * 12 + [4.0] * 16 + [beyond] * 32,
-        [4.0] * 4 + [2.0] * 12 + [4.0] * 16 + [2.0] * 32,
-    )
+    shown = [4.0] * 4 + [2.0] * 12 + [4.0] * 16 + [beyond] * 32
+    within = [4.0] * 4 + [2.0] * 12 + [4.0] * 16 + [2.0] * 32
     lines = [
         {"position": at, "loss": math.log(one), "loss_within": math.log(other)}
         for at, (one, other) in enumerate(zip(shown, within, strict=True), 1)

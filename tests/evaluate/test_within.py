@@ -26,7 +26,8 @@ def loss_at(model: LanguageModel, tokens_BT: torch.Tensor, start: int, position:
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_losses_are_those_of_the_shortened_texts(pattern: str, chunk: int) -> None:
     """Rows of 8 tokens begin at every fourth: token 9 is read in the second, which begins after four."""
-    model, tokens_BT = small_model(pattern, torch.float64), torch.randint(61, (3, 25))
+    model = small_model(pattern, torch.float64)
+    tokens_BT = torch.randint(61, (3, 25))
     starts = [0] * 8 + [4] * 4 + [8] * 4 + [12] * 4 + [16] * 4
     by_hand = [loss_at(model, tokens_BT, start, position) for position, start in enumerate(starts, 1)]
     found = losses_within(reader(model), tokens_BT, 8, chunk)
@@ -35,7 +36,8 @@ def test_losses_are_those_of_the_shortened_texts(pattern: str, chunk: int) -> No
 
 
 def test_a_text_within_the_training_length_is_read_once() -> None:
-    model, tokens_BT = small_model("M-W-", torch.float64), torch.randint(61, (3, 25))
+    model = small_model("M-W-", torch.float64)
+    tokens_BT = torch.randint(61, (3, 25))
     for seq_len in (24, 100):
         assert torch.equal(
             losses_within(reader(model), tokens_BT, seq_len, 7), position_losses(reader(model), tokens_BT, 7)

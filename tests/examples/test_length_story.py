@@ -82,7 +82,9 @@ def test_each_row_of_strings_is_a_document_that_learns_its_whole_copies(tmp_path
     assert len(rows) == QUICK.copy_rows
     assert {len(row) for row in rows} == {24}  # phases.0.seq_len
     for row, mask in zip(rows, masks, strict=True):
-        middle, end = row.index(27), row.index(28)  # $ a b | a b . $ c d ...
+        # $ a b | a b . $ c d ...
+        middle = row.index(27)
+        end = row.index(28)
         assert row[1:middle] == row[middle + 1 : end]
         assert mask[: end + 1] == [0] * (middle + 1) + [1] * (end - middle)
         assert mask[-1] == 0  # the end of the row

@@ -11,12 +11,14 @@ from examples.long_text import Beyond, Curve
 from hybridtron.model.generate import reader
 from tests.conftest import small_model
 
-CONTEXT, LENGTH = 8, 24
+CONTEXT = 8
+LENGTH = 24
 
 
 def test_what_does_not_look_back_does_not_rise() -> None:
     """MLPs alone: both readings are the same, however hard the text is in places."""
-    model, tokens_BT = small_model("--", torch.float64), torch.randint(61, (3, LENGTH + 1))
+    model = small_model("--", torch.float64)
+    tokens_BT = torch.randint(61, (3, LENGTH + 1))
     found = Beyond.of(reader(model), tokens_BT, CONTEXT)
     assert found.risen(LENGTH) == pytest.approx(0, abs=1e-9)
     assert len(set(found.curve.perplexities)) == len(found.curve.ends)

@@ -88,7 +88,8 @@ def test_models_are_of_equal_size(tmp_path: Path) -> None:
     length = length_part(LENGTH, tmp_path, tmp_path).sweep.runs
     for run in (run for run in length if run.variant in BASES):
         config = load(list(run.settings))
-        parameters, tokens = count(config.model, 64).parameters, int(config.phases[0].tokens)
+        parameters = count(config.model, 64).parameters
+        tokens = int(config.phases[0].tokens)
         assert 0.095e6 < parameters < 0.15e6, run.name
         mixer = architecture(config.model).specs[0]
         assert not isinstance(mixer, Mamba2Spec) or (mixer.a_min, mixer.a_max) == (1, 16), run.name
@@ -97,7 +98,8 @@ def test_models_are_of_equal_size(tmp_path: Path) -> None:
 
 def test_differences_are_decided_by_two_standard_errors() -> None:
     """A deviation of 0.1 and two seeds each: an error of 0.1, so that 0.2 decides."""
-    below, level = [1.0, 1.0], [1.0, 1.38]
+    below = [1.0, 1.0]
+    level = [1.0, 1.38]
     for more, said in (([1.21, 1.21], Said.AGREES), (level, Said.UNDECIDED), ([0.79, 0.79], Said.NOT)):
         assert in_order([Pair("a below b", below, more)], 0.1).said is said
     both = [Pair("a below b", below, [1.5]), Pair("a below c", below, level)]
@@ -160,7 +162,9 @@ def test_a_curve_that_fails_and_what_repairs_it() -> None:
     assert said == dict.fromkeys(said, Said.AGREES)
     level = kept(length={"base": [run(8, 9, 12, 20), run(8, 8, 9, 9)]})
     assert judged(BY_NAME["figure2-fails"], level).said is Said.NOT
-    failing, repaired, flat = run(8, 9, 9.6, 9.6), run(8, 8, 8.4, 8.4), run(8, 8, 8, 8)
+    failing = run(8, 9, 9.6, 9.6)
+    repaired = run(8, 8, 8.4, 8.4)
+    flat = run(8, 8, 8, 8)
     for mamba, passing, outcome in (
         (failing, repaired, Said.AGREES),
         (flat, flat, Said.UNDECIDED),
@@ -286,9 +290,11 @@ def test_a_piece_has_the_runs_that_fit_and_their_starts(tmp_path: Path) -> None:
 
 
 def test_a_piece_ends_when_its_minutes_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, carried = Where(tmp_path / "runs", tmp_path / "results", False), []
+    where = Where(tmp_path / "runs", tmp_path / "results", False)
+    carried = []
     monkeypatch.setattr(carrying, "carried_out", lambda batch, *_: carried.append(batch.missing) or True)
-    claims, quiet = [BY_NAME["figure5-repairs"]], Console(quiet=True)
+    claims = [BY_NAME["figure5-repairs"]]
+    quiet = Console(quiet=True)
     assert carry_on(claims, where, 18, 1, quiet) == 75
     assert [[run.variant for run in batch] for batch in carried] == [["base", "zero", "passing"]]
     carried.clear()
@@ -322,7 +328,8 @@ def test_all_results_that_are_kept_are_those_of_the_plans(tmp_path: Path) -> Non
 @pytest.mark.timeout(1800)
 def test_full_attention_fails_beyond_its_rows_at_once(tmp_path: Path) -> None:
     """Robust at the size of minutes: Table 3's Llama against Llama-SWA, Mamba and Samba. What has a result is kept."""
-    out, results = tmp_path / "out", tmp_path / "results"
+    out = tmp_path / "out"
+    results = tmp_path / "results"
     where = ["--results", str(results), "--output", str(out)]
     quick = ["samba", "--only", "table3-explodes", "--quick", *where]
     assert main([*quick, "--runs", str(tmp_path / "runs")]) == 0
@@ -363,7 +370,8 @@ def test_states_are_measured_before_and_after_passing(tmp_path: Path) -> None:
 def test_passing_repairs_a_base_that_fails(tmp_path: Path) -> None:
     """Robust from one seed: the length story at its real size, whose page has 1.41 after passing and 4.92 without."""
     story = replace(STORY, seeds=("1",), variants={f"language/{name}": () for name in ("base", "zero", "passing")})
-    part, results = story_part("language", story, tmp_path), Results(tmp_path / "results")
+    part = story_part("language", story, tmp_path)
+    results = Results(tmp_path / "results")
     assert trained("language", part, part.sweep.runs, results, 2, Console(quiet=True))
     found = Kept(found_in({"language": part}, results), {})
     risen = {name: rises(found, name, FORCED)[0] for name in ("zero", "passing")}

@@ -307,7 +307,8 @@ def test_speed_of_named_models_fills_a_column(
 @pytest.mark.timeout(900)
 def test_a_column_by_the_command_of_the_claim_itself(tmp_path: Path) -> None:
     """At the lengths of the paper: a tiny Samba whose held-out text is long enough, from its sweep's folder."""
-    data, run = tmp_path / "tokens", tmp_path / "run"
+    data = tmp_path / "tokens"
+    run = tmp_path / "run"
     words = ["data", "prepare", "--input", "embedded", "--vocab-size", "512", "--output", str(data)]
     assert cli.main(words) == 0
     small = [

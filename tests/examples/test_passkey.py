@@ -29,7 +29,8 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
 
 def test_the_two_of_mamba2_differ_in_states_alone() -> None:
     part = part_of(STUDY, Path("runs"), Path("data"))
-    sweep, folder = part.sweep, part.folder
+    sweep = part.sweep
+    folder = part.folder
     zero, fitted = (set(run.settings) for run in sweep.runs if run.variant.startswith("mamba2"))
     assert {text.partition("=")[0] for text in zero ^ fitted} == {f"phases.{n}.states.mode" for n in (1, 2, 3, 4)}
     assert len(sweep.runs) == 5

@@ -42,7 +42,8 @@ class Study:
     """A study of four runs; `folder` is that of one machine, and `kept` goes from one to the next."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.tmp_path, self.kept = tmp_path, tmp_path / "kept"
+        self.tmp_path = tmp_path
+        self.kept = tmp_path / "kept"
         self.measured: list[str] = []
         self.notes: list[str] = []
         self.found: dict[str, Any] = {}
@@ -52,7 +53,9 @@ class Study:
         folder = self.tmp_path / machine
         folder.mkdir(exist_ok=True)
         where = ["--runs", str(folder), "--output", str(self.tmp_path / "out"), "--results", str(self.kept)]
-        self.measured, self.notes, self.found = [], [], {}
+        self.measured = []
+        self.notes = []
+        self.found = {}
 
         def planned() -> study.Plan:
             more = (f"data.path={folder / 'rows'}",)
@@ -67,7 +70,8 @@ class Study:
         return {"of": run.name}
 
     def write(self, measured: Measured, notes: list[str], output: Path) -> None:
-        self.notes, self.found = notes, {run.name: result for run, result in measured["text"]}
+        self.notes = notes
+        self.found = {run.name: result for run, result in measured["text"]}
 
     def trained_at(self, machine: str) -> set[str]:
         return {path.parent.name for path in (self.tmp_path / machine).glob("*/outcome.json")}

@@ -201,7 +201,8 @@ def test_the_page_says_what_agrees(window: float, reached: str) -> None:
 def test_steps_of_every_attention_are_timed_at_a_length(tmp_path: Path) -> None:
     runs = {run.variant: run.settings for run in part_of(QUICK, tmp_path, tmp_path).sweep.runs}
     found = step_times({name: runs[name] for name in ("SW", "full")}, [512])
-    window, full = found[512]["SW"], found[512]["full"]
+    window = found[512]["SW"]
+    full = found[512]["full"]
     assert window.timing.fastest > 0
     # two layers of 4 * width a pair: a token sees 256 - 256 * 255 / 1024 keys of a window of 256, and 513 / 2 of all
     assert (window.flops, full.flops) == (2 * 4 * 32 * 192.25, 2 * 4 * 32 * 256.5)

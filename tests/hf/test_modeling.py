@@ -44,10 +44,12 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("name", ALL)
 @torch.no_grad()
 def test_tokens_in_pieces_are_as_tokens_at_once(name: str) -> None:
-    model, tokens_BL = model_of(name), tokens(2, 53)
+    model = model_of(name)
+    tokens_BL = tokens(2, 53)
     whole = model(tokens_BL, use_cache=False)
     assert getattr(whole, CACHE_NAME) is None
-    cache, parts = None, []
+    cache = None
+    parts = []
     for piece in tokens_BL.split([1, 4, 1, 12, 3, 20, 12], dim=1):
         out = model(piece, **{CACHE_NAME: cache}, use_cache=True)
         cache = out[CACHE_NAME]
@@ -60,7 +62,8 @@ def test_tokens_in_pieces_are_as_tokens_at_once(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY_MIXER)
 def test_generation_with_a_cache_is_generation_without(name: str, how: dict[str, int]) -> None:
     """Rows of unequal length, padded on the left; greedily each is as it is alone."""
-    model, tokens_BL = model_of(name), tokens(2, 13)
+    model = model_of(name)
+    tokens_BL = tokens(2, 13)
     mask_BL = torch.ones_like(tokens_BL)
     mask_BL[1, :8] = 0
     settings = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, **how}
@@ -73,7 +76,8 @@ def test_generation_with_a_cache_is_generation_without(name: str, how: dict[str,
 
 def test_generation_reads_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache by a name that the model does not know would be ignored, and all that came before read again."""
-    model, lengths = model_of("samba"), []
+    model = model_of("samba")
+    lengths = []
     forward = HybridtronModel.forward
 
     def counted(self: Any, input_ids: Tensor, **given: Any) -> Any:
@@ -88,7 +92,8 @@ def test_generation_reads_every_token_once(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", CACHE_NAMES)
 @torch.no_grad()
 def test_a_cache_is_taken_by_its_name_before_and_after_it_was_renamed(name: str) -> None:
-    model, tokens_BL = model_of("samba"), tokens(1, 12)
+    model = model_of("samba")
+    tokens_BL = tokens(1, 12)
     cache = model(tokens_BL[:, :7], use_cache=True)[CACHE_NAME]
     assert close(model(tokens_BL[:, 7:], **{name: cache}).logits, model(tokens_BL).logits[:, 7:])
 
@@ -98,7 +103,9 @@ def test_spans_as_they_are_shipped_read_chosen_blocks_from_the_cache(
     how: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of 64: one row ends in its second one, one reaches it while it is generated, both are read in pieces."""
-    model, tokens_BL, read = model_of("samba-span").double(), tokens(2, 70), []
+    model = model_of("samba-span").double()
+    tokens_BL = tokens(2, 70)
+    read = []
 
     def counted(inputs: Any) -> Tensor:
         q, k, _, _, chosen = inputs
@@ -114,7 +121,8 @@ def test_spans_as_they_are_shipped_read_chosen_blocks_from_the_cache(
     assert read[-1] > min(read[-18:]) > 0
     settings.pop("prefill_chunk_size", None)
     assert torch.equal(cached, model.generate(tokens_BL, attention_mask=mask_BL, use_cache=False, **settings))
-    cache, parts = None, []
+    cache = None
+    parts = []
     with torch.no_grad():
         for piece in cached.split([50, 13, 1, 1, 3, 12], dim=1):
             out = model(piece, **{CACHE_NAME: cache}, use_cache=True)
@@ -128,7 +136,8 @@ def test_spans_as_they_are_shipped_read_chosen_blocks_from_the_cache(
 @pytest.mark.parametrize("name", ALL)
 @torch.no_grad()
 def test_padding_changes_nothing(name: str, side: str) -> None:
-    model, tokens_BL = model_of(name), tokens(2, 40)
+    model = model_of(name)
+    tokens_BL = tokens(2, 40)
     mask_BL = torch.ones_like(tokens_BL)
     here = slice(17, None) if side == "left" else slice(None, 23)
     mask_BL[1] = 0
@@ -141,7 +150,8 @@ def test_padding_changes_nothing(name: str, side: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 @torch.no_grad()
 def test_packed_documents_are_as_rows_of_their_own(name: str) -> None:
-    model, tokens_BL = model_of(name), tokens(1, 60)
+    model = model_of(name)
+    tokens_BL = tokens(1, 60)
     lengths = (2, 25, 1, 32)
     positions_BL = torch.cat([torch.arange(length) for length in lengths])[None]
     found = model(tokens_BL, position_ids=positions_BL).logits.split(lengths, dim=1)
@@ -153,10 +163,12 @@ def test_packed_documents_are_as_rows_of_their_own(name: str) -> None:
 @torch.no_grad()
 def test_a_row_whose_first_pieces_are_padding(name: str) -> None:
     """What padding left in the cache is forgotten when a row begins."""
-    model, tokens_BL = model_of(name), tokens(2, 30)
+    model = model_of(name)
+    tokens_BL = tokens(2, 30)
     mask_BL = torch.ones_like(tokens_BL)
     mask_BL[1, :12] = 0
-    cache, parts = None, []
+    cache = None
+    parts = []
     for stop, piece in zip((6, 12, 20, 30), tokens_BL.split([6, 6, 8, 10], dim=1), strict=True):
         out = model(piece, attention_mask=mask_BL[:, :stop], **{CACHE_NAME: cache}, use_cache=True)
         cache = out[CACHE_NAME]
@@ -177,7 +189,8 @@ def test_bf16_keeps_what_decays_in_fp32(name: str, tmp_path: Path) -> None:
     exact = model_of(name)
     tokens_BL = tokens(2, 20)
     with torch.no_grad():
-        found, expected = model(tokens_BL).logits, exact(tokens_BL).logits
+        found = model(tokens_BL).logits
+        expected = exact(tokens_BL).logits
         assert model.generate(tokens_BL, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 23)
     assert found.dtype == torch.bfloat16
     assert (found - expected).abs().max() < 0.1 * expected.abs().max()
@@ -209,7 +222,8 @@ def test_every_attention_implementation(name: str, monkeypatch: pytest.MonkeyPat
         module: Any, q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor, attention_mask: None, **given: Any
     ) -> tuple[Tensor, None]:
         q, k, v = (x.transpose(1, 2) for x in (q_BHLK, k_BGLK, v_BGLK))
-        shape, documents = q.shape, None
+        shape = q.shape
+        documents = None
         if (borders := given.get("cu_seq_lens_q")) is not None:
             q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
             documents = torch.bucketize(torch.arange(q.shape[1]), borders, right=True)[None]
@@ -238,7 +252,8 @@ def test_every_attention_implementation(name: str, monkeypatch: pytest.MonkeyPat
 
 @torch.no_grad()
 def test_what_is_returned() -> None:
-    model, tokens_BL = model_of("samba"), tokens(2, 9)
+    model = model_of("samba")
+    tokens_BL = tokens(2, 9)
     out = model(tokens_BL, labels=tokens_BL, output_hidden_states=True)
     expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens_BL[:, 1:].flatten())
     torch.testing.assert_close(out.loss, expected)
@@ -280,7 +295,8 @@ def test_the_package_registers_it() -> None:
 
 
 def test_what_has_no_meaning_is_refused() -> None:
-    model, tokens_BL = model_of("samba"), tokens(1, 4)
+    model = model_of("samba")
+    tokens_BL = tokens(1, 4)
     with pytest.raises(ValueError, match="padding between"):
         model(tokens_BL, attention_mask=torch.tensor([[1, 0, 1, 1]]))
     cache = model(tokens_BL, attention_mask=torch.tensor([[1, 1, 1, 0]]), use_cache=True)[CACHE_NAME]

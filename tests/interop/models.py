@@ -23,7 +23,8 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups
 from tests.conftest import small_run
 
-VOCAB, WIDTH = 80, 32
+VOCAB = 80
+WIDTH = 32
 TOKENIZER = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})  # the least there can be
 MLP = {"kind": "swiglu", "hidden": 56}
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2}

@@ -15,7 +15,8 @@ from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.interop.tokenizer import CHAT, write_tokenizer
 from tests.cli.test_evaluate import tokenizer, trained
 
-BOS, EOS = "<|im_start|>", "<|endoftext|>"
+BOS = "<|im_start|>"
+EOS = "<|endoftext|>"
 TEMPLATE = (
     "{% for m in messages %}{{ bos_token }}{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"

@@ -48,7 +48,8 @@ def export_of(source: Checkpoint, output: Path, *more: str) -> int:
 def test_the_shipped_class_computes_the_same(name: str, stored: Stored, tmp_path: Path) -> None:
     model = model_config(name)
     assert target_of(model, Export.auto) is TARGET
-    source, output = stored(name), tmp_path / "out"
+    source = stored(name)
+    output = tmp_path / "out"
     assert export_of(source, output, "--verify", "none") == 0
     assert verify(output, source).logits < (1e-4 if name.startswith("shared") else 1e-5)  # see verify._allowed
     back = TARGET.model(json.loads((output / "config.json").read_text()))
@@ -72,7 +73,8 @@ def test_the_shipped_class_keeps_the_stream_in_fp32_where_the_model_does(
     tokens_BL = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
     ours = own_model(source, torch.bfloat16).cast(torch.bfloat16).requires_grad_(False)
     expected = ours(tokens_BL, None, SeqInfo.stream(2, 40)).output
-    apart, streams = {}, {}
+    apart = {}
+    streams = {}
     for wide in (True, False):
         settings = json.loads((output / "config.json").read_text()) | {"residual_in_fp32": wide}
         (output / "config.json").write_text(json.dumps(settings))
@@ -87,7 +89,8 @@ def test_the_shipped_class_keeps_the_stream_in_fp32_where_the_model_does(
 
 
 def test_it_runs_where_hybridtron_is_not(stored: Stored, tmp_path: Path) -> None:
-    source, output = stored("everything"), tmp_path / "out"
+    source = stored("everything")
+    output = tmp_path / "out"
     assert export_of(source, output, "--verify", "none") == 0
     tokens_BL = torch.randint(VOCAB, (2, 70), generator=torch.Generator().manual_seed(0))
     torch.save(tokens_BL, output / "tokens.pt")
@@ -117,7 +120,8 @@ def test_a_model_of_transformers_own_can_be_ours_too(stored: Stored, tmp_path: P
 def test_planted_mistakes_are_found_and_leave_nothing(
     mistake: str, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, names = HeadsSpec.exported_options, HeadsSpec.exported_names
+    options = HeadsSpec.exported_options
+    names = HeadsSpec.exported_names
     if mistake == "keys and values are swapped":
         swapped = {"k_conv1d.weight": ("kv_conv.v",), "v_conv1d.weight": ("kv_conv.k",)}
         monkeypatch.setattr(
@@ -138,7 +142,8 @@ def test_planted_mistakes_are_found_and_leave_nothing(
 def test_blocks_that_only_one_of_both_reads_in_generation_are_found(
     stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, output = stored("samba-span"), tmp_path / "out"
+    source = stored("samba-span")
+    output = tmp_path / "out"
     assert export_of(source, output, "--verify", "none") == 0
     monkeypatch.setattr(SpanSpec, "remembered", lambda spec, training: spec.remember)
     with pytest.raises(NotTheSame, match="continues with"):
@@ -150,7 +155,8 @@ def test_what_rounding_may_decide_is_proven_in_float64(
     name: str, proven: bool, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where blocks are chosen; a difference in fp32 is a fault elsewhere."""
-    source, same_logits = stored(name), verify_module._same_logits
+    source = stored(name)
+    same_logits = verify_module._same_logits
 
     def apart_in_fp32(folder: Path, theirs: Any, ours: LanguageModel, *rest: Any) -> float:
         if next(theirs.parameters()).dtype == torch.float32:

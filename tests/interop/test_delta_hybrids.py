@@ -136,7 +136,8 @@ def test_what_a_folder_has_and_we_have_not(name: str, changed: dict[str, Any], r
 def test_fused_rows_stand_head_by_head() -> None:
     """Of two heads: the first one's rows of a, then of b, then the second one's."""
     rule = TensorRule("theirs", (6, 1), ("a", "b"), (2, 4), fp32=False, blocks=2)
-    a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0], [5.0], [6.0]])
+    a = torch.tensor([[1.0], [2.0]])
+    b = torch.tensor([[3.0], [4.0], [5.0], [6.0]])
     made = rule.to_theirs({"a": a, "b": b}.__getitem__)
     assert made.flatten().tolist() == [1, 3, 4, 2, 5, 6]
     back = rule.to_ours(made)

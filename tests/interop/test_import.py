@@ -148,7 +148,8 @@ def test_what_does_not_fit_is_reported_together(
     exported: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(exported("llama"), tmp_path / "out"))
-    output, file = tmp_path / "back", folder / "model.safetensors"
+    output = tmp_path / "back"
+    file = folder / "model.safetensors"
     stored = load_file(file)
     wrong = {**stored, "extra.weight": torch.zeros(2), "model.norm.weight": torch.zeros(3)}
     del wrong["lm_head.weight"]

@@ -26,7 +26,8 @@ def write(seat: Seat, names: Sequence[str], layout: str, folder: Path) -> None:
     with seat.groups(LAYOUTS[layout]) as groups:
         for name in names:
             given = None if layout == "serial" else Checkpoint.open(folder_of(folder / name / "serial", 1))
-            parallel, run = LAYOUTS[layout], folder / name / layout
+            parallel = LAYOUTS[layout]
+            run = folder / name / layout
             checkpoint_of(model_config(name), groups, run, parallel=parallel, given=given)
 
 
@@ -45,6 +46,7 @@ def test_there_and_back_from_two_layouts(names: Sequence[str], tmp_path: Path) -
         assert files[0] == files[1], name
         back = tmp_path / name / "back"
         assert main(["import", "--input", str(tmp_path / name / "cut-out"), "--output", str(back)]) == 0
-        ours, theirs = Checkpoint.open(folder_of(tmp_path / name / "cut", 1)), Checkpoint.open(back)
+        ours = Checkpoint.open(folder_of(tmp_path / name / "cut", 1))
+        theirs = Checkpoint.open(back)
         assert [key for key in theirs.shapes if not torch.equal(theirs.whole(key), ours.whole(key))] == [], name
         assert {key for key in ours.shapes if not key.startswith(("exp_avg", "random"))} == set(theirs.shapes)

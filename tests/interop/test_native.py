@@ -43,7 +43,8 @@ def export_of(source: Checkpoint, output: Path, *more: str) -> int:
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_transformers_loads_it_and_computes_the_same(name: str, stored: Stored, tmp_path: Path) -> None:
-    source, output = stored(name), tmp_path / "out"
+    source = stored(name)
+    output = tmp_path / "out"
     assert export_of(source, output, "--verify", "none") == 0
     assert json.loads((output / "config.json").read_text())["architectures"] == [CLASSES[name.partition("-")[0]]]
     assert verify(output, source).logits < (1e-4 if name.startswith("zamba2") else 1e-5)  # see verify._allowed
@@ -84,7 +85,8 @@ def test_without_the_key_transformers_keeps_it_in_fp32(name: str) -> None:
 def test_types_and_shards(precision: str, alone: Groups, tmp_path: Path) -> None:
     checkpoint_of(model_config("mamba"), alone, tmp_path / "run", precision)
     for dtype, shards in ((None, "20KB"), ("bfloat16", "5GB"), ("float32", "20KB")):
-        output, verify = tmp_path / str(dtype), "full" if dtype is None else "none"
+        output = tmp_path / str(dtype)
+        verify = "full" if dtype is None else "none"
         arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(output), "--shard-size", shards]
         assert main(["export", *arguments, "--verify", verify, *(["--dtype", dtype] if dtype else [])]) == 0
         files = sorted(output.glob("*.safetensors"))
@@ -199,7 +201,8 @@ def test_a_head_that_is_left_out_is_found(
     tie: bool, said: str, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """With a configuration that says so, and one that does not."""
-    rules, settings = Llama.rules, Llama.settings
+    rules = Llama.rules
+    settings = Llama.settings
     monkeypatch.setattr(Llama, "rules", lambda *a: [rule for rule in rules(*a) if rule.theirs != "lm_head.weight"])
     monkeypatch.setattr(Llama, "settings", lambda *a: {**settings(*a), "tie_word_embeddings": tie})
     assert export_of(stored("llama"), tmp_path / "out") == 1
@@ -222,7 +225,8 @@ def test_what_no_class_has_is_refused_with_all_reasons(
 
 def test_bad_input(stored: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(stored("mamba").folder, tmp_path / "run")
-    run, output = str(tmp_path / "run"), str(tmp_path / "out")
+    run = str(tmp_path / "run")
+    output = str(tmp_path / "out")
     assert main(["export", "--checkpoint", str(tmp_path / "nothing"), "--output", output]) == 2
     assert main(["export", "--checkpoint", run, "--output", run]) == 2
     assert main(["export", "--checkpoint", run, "--output", output, "--shard-size", "much"]) == 2
@@ -238,7 +242,8 @@ def test_bad_input(stored: Stored, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_full_disk_leaves_nothing_and_a_killed_export_is_no_model(
     stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, output = stored("mamba"), tmp_path / "out"
+    source = stored("mamba")
+    output = tmp_path / "out"
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -54,7 +54,8 @@ def logits_of(folder: Path, tokens_BL: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path) -> None:
-    theirs, tokens_BL = written(tmp_path / "in", step=4.0), torch.randint(48, (2, 70))
+    theirs = written(tmp_path / "in", step=4.0)
+    tokens_BL = torch.randint(48, (2, 70))
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
     found = Checkpoint.open(tmp_path / "mid").config.model
     assert found.pattern == "M-A-M"
@@ -69,11 +70,13 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path)
 
 def test_small_steps_are_taken_as_they_are(tmp_path: Path) -> None:
     """Where transformers would take `time_step_min` for them; what is exported again it reads as we do."""
-    theirs, tokens_BL = written(tmp_path / "in", step=-12.0), torch.randint(48, (2, 70))
+    theirs = written(tmp_path / "in", step=-12.0)
+    tokens_BL = torch.randint(48, (2, 70))
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
     assert main(["export", "--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]) == 0
     with torch.no_grad():
-        made, larger = logits_of(tmp_path / "mid", tokens_BL), theirs(tokens_BL).logits
+        made = logits_of(tmp_path / "mid", tokens_BL)
+        larger = theirs(tokens_BL).logits
         expected = NemotronHForCausalLM.from_pretrained(tmp_path / "out")(tokens_BL).logits
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     assert (larger - expected).abs().max() > 1e-4 * expected.abs().max()

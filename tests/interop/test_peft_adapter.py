@@ -56,7 +56,8 @@ def tuned(base: Checkpoint, preset: Adapting, folder: Path, **options: Any) -> C
     ],
 )
 def test_peft_computes_what_we_do(name: str, preset: Adapting, dora: bool, alone: Groups, tmp_path: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
     base = checkpoint_of(model_config(name), alone, tmp_path / "base")
     checkpoint = tuned(base, preset, tmp_path / "tuned", dora=dora)
     base_hf, adapter, whole_hf = (str(tmp_path / part) for part in ("base-hf", "adapter", "whole-hf"))
@@ -103,7 +104,8 @@ def test_adapters_of_a_block_that_has_several_places_are_refused(
     """peft would adapt the block at one of them; merged they are exported."""
     base = checkpoint_of(model_config("zamba2-floor"), alone, tmp_path / "base")
     checkpoint = tuned(base, Adapting.lora, tmp_path / "tuned", weights=["shared.*.mixer.q.weight"])
-    base_hf, out = str(tmp_path / "base-hf"), str(tmp_path / "out")
+    base_hf = str(tmp_path / "base-hf")
+    out = str(tmp_path / "out")
     assert main(["export", str(base.folder), "--output", base_hf, "--verify", "none"]) == 0
     assert main(["export", str(checkpoint.folder), "--base", base_hf, "--output", out]) == 2
     assert "is of all places of a letter, and peft's of one of them: export it merged" in capsys.readouterr().err

@@ -22,7 +22,8 @@ from hybridtron.parallel.groups import Groups
 from tests.interop.models import VOCAB, checkpoint_of, model_config
 from tests.interop.test_peft_adapter import tuned
 
-TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 TOKENS = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -71,14 +72,16 @@ def test_what_we_exported_comes_back_bit_for_bit(
     assert back.config.model.adapters == AdaptersConfig(preset, rank=3, alpha=6.0, dora=dora, weights=PLACES)
     torch.testing.assert_close(answers(back), answers(source), rtol=0, atol=1e-5 if dora else 0)
     again = exported(tmp_path / "back", tmp_path / "again", "--base", str(base_hf))
-    first, second = load_file(adapter / TENSORS), load_file(again / TENSORS)
+    first = load_file(adapter / TENSORS)
+    second = load_file(again / TENSORS)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert (again / CONFIG).read_text() == (adapter / CONFIG).read_text()
 
 
 PLACES = [f"layers.*.mixer.{name}" for name in ("kv.weight.k", "kv.weight.v", "out.weight", "q.weight")]
-Q_PROJ, LAYER = "base_model.model.model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+LAYER = "model.layers.0.self_attn.q_proj"
 PEFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"target_modules": "all-linear", "r": 4}),
     "of-some-layers": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1], "lora_dropout": 0.1}),
@@ -96,7 +99,8 @@ PEFTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", PEFTS)
 def test_what_peft_wrote_answers_as_it_does_and_comes_back(name: str, alone: Groups, tmp_path: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
     model_name, settings = PEFTS[name]
     checkpoint_of(model_config(model_name), alone, tmp_path / "base")
     base = exported(tmp_path / "base", tmp_path / "base-hf", "--verify", "none")
@@ -179,7 +183,8 @@ def test_settings_that_we_have_not_are_refused(
     assert said in refused(capsys, tmp_path / "out", str(adapter), "--base", str(base))
 
 
-EMBEDDING, HEAD = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"
+EMBEDDING = "base_model.model.model.embed_tokens.weight"
+HEAD = "base_model.model.lm_head.weight"
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,9 @@ def test_every_mixer_is_in_it_and_nothing_chooses_among_forms() -> None:
 
 
 def test_a_change_of_an_op_is_a_change_of_what_is_shipped(edit: Edit) -> None:
-    before, old, new = (
-        mixers_file(),
-        "F.silu(multiplied(gate, inputs.multiplier)) * up",
-        "F.gelu(multiplied(gate, inputs.multiplier)) * up",
-    )
+    before = mixers_file()
+    old = "F.silu(multiplied(gate, inputs.multiplier)) * up"
+    new = "F.gelu(multiplied(gate, inputs.multiplier)) * up"
     edit("ops/swiglu/reference.py", old, new)
     assert mixers_file() == before.replace(old, new) != before
 

@@ -89,7 +89,8 @@ def test_what_is_not_ours_is_refused(changed: dict[str, Any], said: str) -> None
 def test_what_is_no_zamba2(pattern: str, options: dict[str, Any], said: str) -> None:
     model = model_config("zamba2")
     model.layers = {letter: {**each, **(options if letter in "AB" else {})} for letter, each in model.layers.items()}
-    model.layers, model.pattern = {**model.layers, "-": {"kind": "swiglu", "hidden": 8}}, pattern
+    model.layers = {**model.layers, "-": {"kind": "swiglu", "hidden": 8}}
+    model.pattern = pattern
     assert said in (NATIVE["Zamba2ForCausalLM"](architecture(model), model.norm_eps) or "")
 
 

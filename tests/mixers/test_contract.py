@@ -187,7 +187,8 @@ def test_state_has_the_parts_that_its_spec_lists(spec: MixerSpec) -> None:
 def test_chunks_with_carried_state_equal_the_whole(
     spec: MixerSpec, documents: list[list[int]] | None, cut: int
 ) -> None:
-    mixer, seq = build(spec), seq_info(2, LENGTH, documents)
+    mixer = build(spec)
+    seq = seq_info(2, LENGTH, documents)
     cut = next(place for place in range(cut, LENGTH) if may_end(spec, seq, place))
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64, requires_grad=True)
     weight = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
@@ -220,7 +221,8 @@ def carried(state: dict[str, Tensor], seq: SeqInfo, cut: int) -> dict[str, Tenso
 
 @pytest.mark.parametrize("spec", CASES)
 def test_none_equals_a_state_of_zeros(spec: MixerSpec) -> None:
-    mixer, seq = build(spec), seq_info(2, LENGTH)
+    mixer = build(spec)
+    seq = seq_info(2, LENGTH)
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
     from_none = mixer(x, None, seq)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in from_none.state.items()}
@@ -247,7 +249,8 @@ def test_a_later_token_changes_no_bit_before_it(spec: MixerSpec, dtype: torch.dt
         for seq in (seq_info(2, LENGTH), evaluated(2, LENGTH)):
             for forms in every_form(mixer, x, seq):
                 with force(**forms):
-                    before, after = mixer(x, None, seq).y_LBD, mixer(other, None, seq).y_LBD
+                    before = mixer(x, None, seq).y_LBD
+                    after = mixer(other, None, seq).y_LBD
                 assert torch.equal(after[:12], before[:12]), forms
                 assert not torch.equal(after[12:], before[12:])
 
@@ -281,10 +284,13 @@ def every_form(mixer: Mixer, x: Tensor, seq: SeqInfo) -> list[dict[str, str]]:
 def test_token_by_token_it_is_the_whole_row_but_for_rounding(
     spec: MixerSpec, dtype: torch.dtype, tolerance: float
 ) -> None:
-    mixer, seq = as_trained(build(spec, torch.float32), spec, dtype), evaluated(2, LENGTH)
+    mixer = as_trained(build(spec, torch.float32), spec, dtype)
+    seq = evaluated(2, LENGTH)
     if not all(may_end(spec, seq, place) for place in range(1, LENGTH)) or spec.reads_in > 1:
         return  # its rows are read in longer pieces
-    x, state, outputs = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=dtype), None, []
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=dtype)
+    state = None
+    outputs = []
     with torch.no_grad():
         whole = mixer(x, None, seq).y_LBD.double()
         for t in range(LENGTH):
@@ -296,7 +302,8 @@ def test_token_by_token_it_is_the_whole_row_but_for_rounding(
 
 @pytest.mark.parametrize("spec", CASES)
 def test_fast_forms_equal_the_reference(spec: MixerSpec) -> None:
-    mixer, seq = build(spec), seq_info(2, LENGTH, [[5, 16], [13, 8]])
+    mixer = build(spec)
+    seq = seq_info(2, LENGTH, [[5, 16], [13, 8]])
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64, requires_grad=True)
     weight = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
     fast = mixer(x, None, seq).y_LBD
@@ -331,7 +338,8 @@ def test_no_document_sees_another(spec: MixerSpec, form: str | None) -> None:
 
 @pytest.mark.parametrize("spec", CASES)
 def test_losses_that_it_adds_are_named_by_its_spec(spec: MixerSpec) -> None:
-    mixer, x = build(spec), torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
+    mixer = build(spec)
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
     assert mixer(x, None, seq_info(2, LENGTH)).aux.keys() == set(spec.auxiliary)
     assert mixer(x, None, evaluated(2, LENGTH)).aux == {}
 
@@ -368,7 +376,8 @@ def test_gradcheck_from_state_to_state(spec: MixerSpec) -> None:
 
 @pytest.mark.parametrize("spec", CASES)
 def test_computes_in_bf16_with_fp32_weights_where_the_spec_says_so(spec: MixerSpec) -> None:
-    mixer, seq = build(spec, torch.float32), seq_info(2, LENGTH)
+    mixer = build(spec, torch.float32)
+    seq = seq_info(2, LENGTH)
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES))
     exact = mixer(x, None, seq).y_LBD
     y, state, _ = as_trained(mixer, spec, torch.bfloat16)(x.bfloat16(), None, seq)
@@ -395,7 +404,8 @@ def test_it_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec)
     pattern = "X-X-" if spec.feeds_next else "-X-X" if spec.beside else "XX"
     layers = {letter: options for letter, options in layers.items() if letter in pattern}
     model = ModelConfig(width=16, vocab_size=32, pattern=pattern, layers=layers, tie_embeddings=False)
-    ours, target = LanguageModel(model), Custom()
+    ours = LanguageModel(model)
+    target = Custom()
     initialise(ours, 0)
     for weight in ours.parameters():  # what starts at zero would hide the rest
         weight.data += 0.05 * torch.randn(weight.shape)
@@ -412,7 +422,8 @@ def test_it_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec)
     assert options == spec.exported_options(SIZES)
 
     tokens_BL = torch.randint(32, (2, LENGTH))
-    ours, theirs = ours.double().eval(), theirs.double()
+    ours = ours.double().eval()
+    theirs = theirs.double()
     with torch.no_grad():
         expected = ours(tokens_BL, None, SeqInfo.stream(2, LENGTH)).output.transpose(0, 1)
         torch.testing.assert_close(theirs(tokens_BL).logits, expected, rtol=1e-10, atol=1e-10)

@@ -27,7 +27,8 @@ from hybridtron.mixers.linear_attention import HeadInputs
 from hybridtron.model.init import starting_value
 from hybridtron.parallel.linear import SINGLE_RANK
 
-SIZES, LENGTH = ModelSizes(width=32, num_sublayers=2), 70
+SIZES = ModelSizes(width=32, num_sublayers=2)
+LENGTH = 70
 GROUPED = GatedDeltaNetSpec(heads=4, key_heads=2, expand_k=0.5, expand_v=1.0, negative_eigenvalues=True)
 
 
@@ -50,7 +51,8 @@ def unit(x_LN: Tensor) -> Tensor:
 
 def one_head(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
     """By the matrix that each token multiplies the state with, exp(g) (I - beta k k^T)."""
-    state, read = torch.zeros(k.shape[1], v.shape[1], dtype=v.dtype), []
+    state = torch.zeros(k.shape[1], v.shape[1], dtype=v.dtype)
+    read = []
     for t in range(len(v)):
         step = torch.eye(k.shape[1], dtype=v.dtype) - beta[t] * torch.outer(k[t], k[t])
         state = step @ (decay[t].reshape(-1, 1) * state) + beta[t] * torch.outer(k[t], v[t])
@@ -59,13 +61,15 @@ def one_head(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Te
 
 
 def test_gated_deltanet_is_its_equations_head_by_head() -> None:
-    mixer, x = built(GROUPED), torch.randn(LENGTH, SIZES.width, dtype=torch.float64)
+    mixer = built(GROUPED)
+    x = torch.randn(LENGTH, SIZES.width, dtype=torch.float64)
     qkv, z = (x @ mixer.in_proj.weight.T).split((64, 32), dim=-1)
     q, k, v = convolved(qkv, mixer.conv_weight).split((16, 16, 32), dim=-1)
     a, b = (x @ mixer.ab_proj.weight.T).split((4, 4), dim=-1)
     outputs = []
     for head in range(4):
-        keys, values = slice(8 * (head // 2), 8 * (head // 2) + 8), slice(8 * head, 8 * head + 8)
+        keys = slice(8 * (head // 2), 8 * (head // 2) + 8)
+        values = slice(8 * head, 8 * head + 8)
         unit_q, unit_k = (
             part[:, keys] / (part[:, keys].square().sum(1, keepdim=True) + 1e-6).sqrt() for part in (q, k)
         )
@@ -77,14 +81,18 @@ def test_gated_deltanet_is_its_equations_head_by_head() -> None:
 
 
 def test_kda_is_its_equations_head_by_head() -> None:
-    mixer, x = built(KDASpec(heads=4, expand_k=0.75)), torch.randn(LENGTH, SIZES.width, dtype=torch.float64)
+    mixer = built(KDASpec(heads=4, expand_k=0.75))
+    x = torch.randn(LENGTH, SIZES.width, dtype=torch.float64)
     q, k, v = convolved(x @ mixer.in_proj.weight.T, mixer.conv_weight).split((24, 24, 32), dim=-1)
     a = x @ mixer.decay_down.weight.T @ mixer.decay_up.weight.T + mixer.dt_bias
-    b, z = x @ mixer.b_proj.weight.T, x @ mixer.gate_down.weight.T @ mixer.gate_up.weight.T
+    b = x @ mixer.b_proj.weight.T
+    z = x @ mixer.gate_down.weight.T @ mixer.gate_up.weight.T
     outputs = []
     for head in range(4):
-        keys, values = slice(6 * head, 6 * head + 6), slice(8 * head, 8 * head + 8)
-        unit_q, unit_k = unit(q[:, keys]), unit(k[:, keys])
+        keys = slice(6 * head, 6 * head + 6)
+        values = slice(8 * head, 8 * head + 8)
+        unit_q = unit(q[:, keys])
+        unit_k = unit(k[:, keys])
         decay = (1 + a[:, keys].exp()) ** -mixer.A_log[head].exp()
         read = one_head(unit_q, unit_k, v[:, values], torch.sigmoid(b[:, head]), decay)
         outputs.append(read / (read.square().mean(1, keepdim=True) + 1e-5).sqrt() * mixer.norm_weight)
@@ -103,7 +111,8 @@ def test_kda_whose_channels_decay_alike_is_gated_deltanet() -> None:
         wide.A_log.copy_(scalar.A_log)
         scalar.ab_proj.weight.copy_(torch.cat([up_HR @ wide.decay_down.weight, wide.b_proj.weight]))
     q, k, v = torch.randn(3, 2, LENGTH, 4, 8, dtype=torch.float64)
-    x, state = torch.randn(LENGTH, 2, 32, dtype=torch.float64), torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    x = torch.randn(LENGTH, 2, 32, dtype=torch.float64)
+    state = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     documents_BL = torch.arange(2 * LENGTH).view(2, LENGTH) // 50
     given = HeadInputs(x, q, k, v, state, SeqInfo(torch.arange(LENGTH).expand(2, -1), documents_BL))
     for one, other in zip(wide.attend(given), scalar.attend(given), strict=True):
@@ -111,7 +120,8 @@ def test_kda_whose_channels_decay_alike_is_gated_deltanet() -> None:
 
 
 def test_without_steps_the_state_only_decays() -> None:
-    mixer, x = built(GROUPED), torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
+    mixer = built(GROUPED)
+    x = torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
     mixer.reach = 0.0
     seq = SeqInfo.stream(1, LENGTH)
     assert not mixer(x, None, seq).y_LBD.any()
@@ -137,7 +147,8 @@ def test_heads_start_with_memories_of_many_lengths() -> None:
     """Steps log-uniform on [0.001, 0.1], A uniform on [1, 16]: the first decays are between e^-1.6 and e^-0.001."""
     table = GatedDeltaNetSpec(heads=4096).parameters(ModelSizes(4096, 2))
     start = {name: starting_value(table[name].init, (4096,), 1, name).double() for name in ("A_log", "dt_bias")}
-    size, step = start["A_log"].exp(), F.softplus(start["dt_bias"])
+    size = start["A_log"].exp()
+    step = F.softplus(start["dt_bias"])
     assert_close(torch.stack([size.min(), size.max()]), torch.tensor([1.0, 16.0]).double(), rtol=0.01, atol=0)
     assert_close(torch.stack([step.min(), step.max()]), torch.tensor([0.001, 0.1]).double(), rtol=0.01, atol=0)
     assert_close(torch.stack([size.mean(), step.log().mean()]), torch.tensor([8.5, -4.6]).double(), rtol=0.02, atol=0)

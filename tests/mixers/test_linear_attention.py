@@ -21,7 +21,8 @@ SIZES = ModelSizes(width=24, num_sublayers=2)
 
 def test_retention_is_its_parallel_form() -> None:
     """(Q K^T * D) V with D_ij = gamma^(i - j), q and k turned as complex numbers, RMSNorm and gate written out."""
-    spec, length = RetNetSpec(heads=3), 150
+    spec = RetNetSpec(heads=3)
+    length = 150
     mixer = build_mixer(spec, SIZES, SINGLE_RANK).double()
     for weight in mixer.parameters():
         torch.nn.init.normal_(weight, std=0.3)

@@ -39,7 +39,9 @@ def mixer_of(spec: Mamba3Spec, scale: float = 1.0) -> Mamba3:
 
 def published(mixer: Mamba3, x_LD: Tensor, starts: list[int], before: Carried | None = None) -> tuple[Tensor, Carried]:
     """One row by the published recurrence: angles, the last turned B and the last x are states beside h."""
-    spec, heads, outputs = mixer.spec, mixer.heads, []
+    spec = mixer.spec
+    heads = mixer.heads
+    outputs = []
     zero = torch.zeros(heads, dtype=torch.float64)
     fresh = {"h": zero[:, None, None], "theta": zero[:, None], "B": zero[:, None], "x": zero[:, None]}
     state = before or fresh
@@ -48,7 +50,9 @@ def published(mixer: Mamba3, x_LD: Tensor, starts: list[int], before: Carried | 
     for t, u in enumerate(x_LD):
         state = fresh if t in starts else state
         z, x, dt, a, trap = (mixer.in_proj.weight @ u).split([mixer.inner, mixer.inner, heads, heads, heads])
-        delta, trap, x = F.softplus(dt + mixer.dt_bias), torch.sigmoid(trap), x.view(heads, -1)
+        delta = F.softplus(dt + mixer.dt_bias)
+        trap = torch.sigmoid(trap)
+        x = x.view(heads, -1)
         alpha = torch.exp(-delta * torch.stack([1 + v if v >= 0 else 1 / (1 - v) for v in a]))
         rate = math.pi * torch.tanh(mixer.angle_proj.weight @ u)
         theta = (state["theta"] + delta[:, None] * rate) % (2 * math.pi)
@@ -76,7 +80,8 @@ def turned_by_matrices(x_GN: Tensor, bias_H1N: Tensor, theta_HS: Tensor) -> Tens
     for head in range(heads):
         turn = torch.eye(size, dtype=x_GN.dtype)
         for s, theta in enumerate(theta_HS[head]):
-            cos, sin = theta.cos(), theta.sin()
+            cos = theta.cos()
+            sin = theta.sin()
             pair = slice(2 * s, 2 * s + 2)
             turn[pair, pair] = torch.stack([cos, -sin, sin, cos]).view(2, 2)
         made.append(turn @ (x_GN[head * len(x_GN) // heads] + bias_H1N[head, 0]))
@@ -86,7 +91,8 @@ def turned_by_matrices(x_GN: Tensor, bias_H1N: Tensor, theta_HS: Tensor) -> Tens
 @pytest.mark.parametrize("lengths", DOCUMENTS, ids=str)
 @pytest.mark.parametrize("spec", [SPEC, Mamba3Spec(state=8, head_dim=4, groups=6, turned=1.0)], ids=["norm", "turned"])
 def test_it_is_the_published_recurrence(spec: Mamba3Spec, lengths: list[list[int]] | None) -> None:
-    mixer, x = mixer_of(spec, 0.5), torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    mixer = mixer_of(spec, 0.5)
+    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
     found = mixer(x, None, seq_info(2, LENGTH, lengths)).y_LBD
     for row in range(2):
         starts = [] if lengths is None else [sum(lengths[row][:n]) for n in range(1, len(lengths[row]))]
@@ -96,7 +102,8 @@ def test_it_is_the_published_recurrence(spec: Mamba3Spec, lengths: list[list[int
 @pytest.mark.parametrize("cut", [1, 31, 32, 69])
 def test_a_carried_state_is_the_published_one(cut: int) -> None:
     """Ours has angle 0: the published h and B are turned back by the published angles."""
-    mixer, x = mixer_of(SPEC, 0.5), torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
+    mixer = mixer_of(SPEC, 0.5)
+    x = torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
     first = mixer(x[:cut], None, seq_info(1, cut))
     _, theirs = published(mixer, x[:cut, 0], [])
     zero_H1N = torch.zeros(mixer.heads, 1, SPEC.state, dtype=torch.float64)
@@ -111,7 +118,8 @@ def test_a_carried_state_is_the_published_one(cut: int) -> None:
 @pytest.mark.parametrize("bug", ["first_step", "turned"])
 def test_what_is_lost_between_rows_is_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start of the step that the next row begins with; the angle of the state that is handed on."""
-    mixer, x = mixer_of(SPEC, 0.5), torch.randn(9, 1, SIZES.width, dtype=torch.float64)
+    mixer = mixer_of(SPEC, 0.5)
+    x = torch.randn(9, 1, SIZES.width, dtype=torch.float64)
     whole = mixer(x, None, seq_info(1, 9)).y_LBD
     lost = {"first_step": lambda *_: None, "turned": lambda state, _: state}
     for planted in (False, True):
@@ -123,7 +131,8 @@ def test_what_is_lost_between_rows_is_seen(bug: str, monkeypatch: pytest.MonkeyP
 
 def test_without_turns_and_starts_it_is_mamba_2_without_its_convolution() -> None:
     """lambda = 1 and angles 0; a = 0 is A = -1, and biases alone make B and C those of a head."""
-    mixer, x = mixer_of(Mamba3Spec(state=8, head_dim=4)), torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
+    mixer = mixer_of(Mamba3Spec(state=8, head_dim=4))
+    x = torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
     z, own, dt, a, trap = mixer.in_proj.weight.data.split([mixer.inner, mixer.inner, *3 * [mixer.heads]])
     x[:, :, 0] = 1  # a column of ones, by which a projection is a constant
     trap.zero_()[:, 0] = 1000
@@ -141,7 +150,8 @@ def test_without_turns_and_starts_it_is_mamba_2_without_its_convolution() -> Non
 
 def test_one_token_by_hand() -> None:
     """From nothing: y = (lambda delta C . B + D) x."""
-    mixer, x = mixer_of(Mamba3Spec(state=8, head_dim=4)), torch.randn(1, 1, SIZES.width, dtype=torch.float64)
+    mixer = mixer_of(Mamba3Spec(state=8, head_dim=4))
+    x = torch.randn(1, 1, SIZES.width, dtype=torch.float64)
     expected, _ = published(mixer, x[:, 0], [])
     assert_close(mixer(x, None, seq_info(1, 1)).y_LBD[:, 0], expected)
     z, own, dt, _, trap = (mixer.in_proj.weight @ x[0, 0]).split([mixer.inner, mixer.inner, *3 * [mixer.heads]])

@@ -38,9 +38,12 @@ def started(spec: RWKV6Spec | RWKV6ChannelMixSpec, noise: float, dtype: torch.dt
 def time_mix(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Token by token, each stream for itself."""
     heads, size = weights["bonus"].shape
-    before, state, made = torch.zeros_like(tokens[0]), torch.zeros(heads, size, size).to(tokens), []
+    before = torch.zeros_like(tokens[0])
+    state = torch.zeros(heads, size, size).to(tokens)
+    made = []
     for x in tokens:
-        change, stream = before - x, {}
+        change = before - x
+        stream = {}
         inner = torch.tanh(weights["mix_down.weight"] @ (x + change * weights["mix_input"]))
         for index, name in enumerate("rwkvg"):
             part = slice(index * SPEC.mix_rank, (index + 1) * SPEC.mix_rank)
@@ -68,7 +71,8 @@ def test_the_time_mix_is_its_equations(log_decay: float | None) -> None:
     mixer = started(SPEC, noise=0.1)
     if log_decay is not None:
         mixer.get_parameter("decay_bias").data.fill_(math.log(-log_decay))
-    x, seq = torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64, requires_grad=True), SeqInfo.stream(1, LENGTH)
+    x = torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64, requires_grad=True)
+    seq = SeqInfo.stream(1, LENGTH)
     expected = time_mix(dict(mixer.named_parameters()), x[:, 0])
     found = mixer(x, None, seq).y_LBD[:, 0]
     assert_close(found, expected, rtol=1e-9, atol=1e-10)
@@ -100,7 +104,8 @@ def test_a_token_without_a_past_reads_its_own_values() -> None:
 
 def test_the_channel_mix_is_its_equations() -> None:
     mixer = started(RWKV6ChannelMixSpec(hidden=20), noise=0.3)
-    w, x = dict(mixer.named_parameters()), torch.randn(30, 1, SIZES.width, dtype=torch.float64)
+    w = dict(mixer.named_parameters())
+    x = torch.randn(30, 1, SIZES.width, dtype=torch.float64)
     found = mixer(x, None, SeqInfo.stream(1, 30)).y_LBD[:, 0]
     before = torch.zeros(SIZES.width, dtype=torch.float64)
     for token, ours in zip(x[:, 0], found, strict=True):
@@ -119,8 +124,11 @@ def test_it_starts_as_its_code_does() -> None:
     def start(name: str) -> Tensor:
         return starting_value(table[name].init, table[name].shape, 0, name)
 
-    third, i = "layers.5.mixer.", 32  # i / d = 1/4
-    slow, fast = 1 - 0.25 ** (4 / 6), 1 - 0.25 ** (2 / 6)
+    # i / d = 1/4
+    third = "layers.5.mixer."
+    i = 32
+    slow = 1 - 0.25 ** (4 / 6)
+    fast = 1 - 0.25 ** (2 / 6)
     assert start(third + "mix_input")[i].item() == pytest.approx(slow)
     assert start(third + "mix")[:, i].tolist() == pytest.approx([fast, slow, slow, slow - 0.3 * 0.4, fast])
     decay = start(third + "decay_bias")

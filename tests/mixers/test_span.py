@@ -70,7 +70,8 @@ def test_variants_differ_where_the_past_begins(memory: str) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_shifted_is_two_masks(kv_heads: int) -> None:
     """Each half of the heads by itself, its groups cut out of the row; the output projection made an identity."""
-    mixer, x = build(**{**SMALL, "kv_heads": kv_heads, "memory": "shifted"}), x_of()
+    mixer = build(**{**SMALL, "kv_heads": kv_heads, "memory": "shifted"})
+    x = x_of()
     full = build("attention", heads=4, kv_heads=kv_heads)
     for each in (mixer, full):
         each.out.weight.data = torch.eye(16, dtype=torch.float64)
@@ -86,7 +87,8 @@ def test_shifted_is_two_masks(kv_heads: int) -> None:
 @pytest.mark.parametrize("relevance", ["chunk", "previous_chunk"])
 def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, form: str) -> None:
     """Bit for bit; and nothing before itself, unless the chunk's own queries choose."""
-    mixer, x = build(**SMALL, memory=memory, relevance=relevance), x_of()
+    mixer = build(**SMALL, memory=memory, relevance=relevance)
+    x = x_of()
     asks = memory in ("span", "landmark") and relevance == "chunk"
     reached = False
     for changed in (11, 21, 30):
@@ -103,15 +105,19 @@ def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, f
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_where_no_state_is_used_none_is_made(memory: str) -> None:
     """As many copies of the last keys and values as there are layers would wait for the end of the forward pass."""
-    mixer, x, seq = build(**SMALL, memory=memory), x_of(), rows()
-    found, kept = mixer(x, None, dataclasses.replace(seq, carried=False)), mixer(x, None, seq)
+    mixer = build(**SMALL, memory=memory)
+    x = x_of()
+    seq = rows()
+    found = mixer(x, None, dataclasses.replace(seq, carried=False))
+    kept = mixer(x, None, seq)
     assert torch.equal(found.y_LBD, kept.y_LBD)
     assert (found.state == {}, "keys" in kept.state) == (True, True)
 
 
 def carried_over(mixer: Mixer, x: Tensor, cuts: list[int]) -> tuple[Tensor, State]:
     """The outputs of a row that is read in pieces, and its last state."""
-    outputs, state = [], None
+    outputs = []
+    state = None
     for start, stop in itertools.pairwise([0, *cuts, len(x)]):
         y, state, _ = mixer(x[start:stop], state, rows(stop - start, start=start))
         outputs.append(y)
@@ -137,7 +143,8 @@ def test_rows_may_be_cut_anywhere_where_the_chunk_before_chooses(memory: str, cu
 
 
 def test_where_the_chunk_itself_chooses_rows_are_cut_at_chunks() -> None:
-    mixer, x = build(**SMALL, remember=32), x_of()
+    mixer = build(**SMALL, remember=32)
+    x = x_of()
     whole = mixer(x, None, rows()).y_LBD
     torch.testing.assert_close(carried_over(mixer, x, [8, 24])[0], whole)
     assert not torch.allclose(carried_over(mixer, x, [8, 28])[0], whole)
@@ -150,7 +157,8 @@ def test_remember_bounds_what_is_read_of_the_past() -> None:
     """Tokens further back than that change nothing, nearer ones do; all blocks are read, so that choices hide none."""
     options = {**SMALL, "blocks": 100, "relevance": "previous_chunk"}
     for remember in (0, 4, 10):
-        mixer, x = build(**options, remember=remember), x_of()
+        mixer = build(**options, remember=remember)
+        x = x_of()
         first = mixer(x[:20], None, rows(20)).state
         assert first["keys"].shape[1] == remember + 8
         for token, seen in ((16 - remember - 1, False), (16 - remember, True), (17, True)):
@@ -178,7 +186,8 @@ def test_chunk_sizes_are_drawn_by_the_key() -> None:
 
 
 def test_random_blocks_follow_the_key() -> None:
-    mixer, x = build(**SMALL, memory="random"), x_of()
+    mixer = build(**SMALL, memory="random")
+    x = x_of()
     first, again, other = (mixer(x, None, rows(key=key)).y_LBD for key in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -207,7 +216,8 @@ def test_generation_step_by_step_is_the_whole(eval_form: str) -> None:
         weight.data.copy_(starting_value(model.table[name].init, tuple(weight.shape), 1, name))
     tokens = random_batch().tokens_BL
     whole, _, _ = model(tokens, None, SeqInfo.stream(2, 24))
-    states, outputs = None, []
+    states = None
+    outputs = []
     for place in range(24):
         output, states, _ = model(tokens[:, place : place + 1], states, SeqInfo.stream(2, 1, place))
         outputs.append(output)

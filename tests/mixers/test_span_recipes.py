@@ -53,7 +53,8 @@ def largest_chunk(recipe: str) -> int:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many chosen blocks each call reads that continues from a state."""
-    counts, attend = [], span.span_attention
+    counts = []
+    attend = span.span_attention
 
     def counted(inputs: SpanInputs) -> Tensor:
         if inputs.k_BSGK.shape[1] > inputs.q_BLHK.shape[1]:
@@ -67,7 +68,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @torch.no_grad()
 def in_pieces(model: LanguageModel, tokens_BL: Tensor, ends: list[int]) -> Tensor:
     """Logits of rows that are read piece by piece."""
-    outputs, states = [], None
+    outputs = []
+    states = None
     for start, stop in itertools.pairwise([0, *ends]):
         seq = SeqInfo.stream(len(tokens_BL), stop - start, start)
         output, states, _ = model(tokens_BL[:, start:stop], states, seq)
@@ -78,7 +80,8 @@ def in_pieces(model: LanguageModel, tokens_BL: Tensor, ends: list[int]) -> Tenso
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_pieces_of_any_size_are_the_whole_row(recipe: str, read: list[int]) -> None:
     """The last tokens one by one, over the border of a chunk."""
-    model, chunk = model_of(recipe), largest_chunk(recipe)
+    model = model_of(recipe)
+    chunk = largest_chunk(recipe)
     length = 2 * chunk + 3
     tokens_BL = torch.randint(model.table["embedding.weight"].shape[0], (1, length))
     whole = in_pieces(model, tokens_BL, [length])
@@ -89,7 +92,9 @@ def test_pieces_of_any_size_are_the_whole_row(recipe: str, read: list[int]) -> N
 
 
 def test_generation_continues_as_the_whole_row_would(read: list[int]) -> None:
-    model, new = model_of("samba_span_laptop"), 32  # over a border between chunks
+    # over a border between chunks
+    model = model_of("samba_span_laptop")
+    new = 32
     prompt_BL = torch.randint(2048, (2, 100))
     made = generate(model, prompt_BL, new, temperature=0, seed=0)
     assert min(read) > 0

@@ -54,7 +54,8 @@ def tokens(rows: int = 2, length: int = LENGTH) -> Tensor:
 
 @pytest.mark.parametrize("kind", BASES)
 def test_at_gate_0_it_is_the_recurrence_alone_bit_for_bit(kind: str) -> None:
-    x, seq = tokens(), in_training(2, LENGTH)
+    x = tokens()
+    seq = in_training(2, LENGTH)
     alone, beside = (build(spec)(x, None, seq).y_LBD for spec in (spec_of(kind), spec_of(kind, gate=0.0)))
     assert torch.equal(alone, beside)
     assert not torch.equal(alone, build(spec_of(kind, gate=1.0))(x, None, seq).y_LBD)
@@ -63,7 +64,9 @@ def test_at_gate_0_it_is_the_recurrence_alone_bit_for_bit(kind: str) -> None:
 def test_what_it_adds_stands_inside_the_output_gate_of_mamba() -> None:
     """Worked out with dense attention in a window of all tokens, whose branch is plain causal attention."""
     spec = spec_of("mamba", pattern="window", keys=LENGTH, gate=0.5)
-    mixer, x, seq = build(spec), tokens(), in_training(2, LENGTH)
+    mixer = build(spec)
+    x = tokens()
+    seq = in_training(2, LENGTH)
     base = build(spec_of("mamba"))
     weights = dict(mixer.named_parameters())
     x_LBE, z_LBE = (x @ weights["in_proj.weight"].T).chunk(2, dim=-1)
@@ -82,7 +85,8 @@ def test_no_later_token_changes_an_earlier_one(kind: str, pattern: str) -> None:
     """In training too, with several hashes, and outside of it."""
     mixer = build(spec_of(kind, pattern=pattern))
     for key in (None, 1, 2, 3):
-        seq, x = dataclasses.replace(SeqInfo.stream(2, LENGTH), key=key), tokens()
+        seq = dataclasses.replace(SeqInfo.stream(2, LENGTH), key=key)
+        x = tokens()
         changed = torch.cat((x[:20], tokens()[20:]))
         before, after = (mixer(each, None, seq).y_LBD[:20] for each in (x, changed))
         torch.testing.assert_close(before, after, rtol=0, atol=1e-14)
@@ -90,14 +94,16 @@ def test_no_later_token_changes_an_earlier_one(kind: str, pattern: str) -> None:
 
 def test_the_same_probe_finds_the_leak_of_centring_over_the_sequence() -> None:
     mixer = build(spec_of("mamba", pattern="lsh", centre="sequence"))
-    x, seq = tokens(), in_training(2, LENGTH)
+    x = tokens()
+    seq = in_training(2, LENGTH)
     changed = torch.cat((x[:20], 9 * tokens()[20:]))
     before, after = (mixer(each, None, seq).y_LBD[:20] for each in (x, changed))
     assert (before - after).abs().max() > 1e-6
 
 
 def test_a_hash_is_new_for_each_key_and_layer_and_one_outside_of_training() -> None:
-    x, spec = tokens(), spec_of("mamba", pattern="lsh")
+    x = tokens()
+    spec = spec_of("mamba", pattern="lsh")
     mixer = build(spec)
     first, again, other = (mixer(x, None, in_training(2, LENGTH, key)).y_LBD for key in (1, 1, 2))
     assert torch.equal(first, again)
@@ -123,7 +129,8 @@ def test_the_ranking_loss_teaches_the_scores_alone(kind: str) -> None:
 def test_after_another_hash_rows_see_what_was_kept() -> None:
     """Training draws a hash for every micro-batch: carried keys find their bins again by the new one."""
     spec = spec_of("mamba2", pattern="lsh", keys=64, hashes=2)  # with room for every key
-    mixer, x = build(spec), tokens()
+    mixer = build(spec)
+    x = tokens()
     first = mixer(x[:20], None, in_training(2, 20, key=1))
     second = mixer(x[20:], first.state, in_training(2, LENGTH - 20, key=2)).y_LBD
     whole = mixer(x, None, in_training(2, LENGTH, key=2)).y_LBD

@@ -18,7 +18,8 @@ from hybridtron.ops.dispatch import Op, observed
 from hybridtron.ops.transition import StateTransition, delta_transition, gla_transition, scan_transition, ssd_transition
 from hybridtron.parallel.linear import SINGLE_RANK
 
-SIZES, LENGTH = ModelSizes(width=16, num_sublayers=4), 21
+SIZES = ModelSizes(width=16, num_sublayers=4)
+LENGTH = 21
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Any], StateTransition]]] = {
     "mamba": ({"state": 4}, scan_transition),
     "mamba2": ({"state": 6, "head_dim": 8}, ssd_transition),
@@ -37,10 +38,12 @@ def test_a_carried_state_enters_the_next_by_its_transition(kind: str) -> None:
     for name, weight in mixer.named_parameters():
         start = starting_value(spec.parameters(SIZES)[name].init, tuple(weight.shape), 1, name)
         weight.data.copy_(start + 0.1 * torch.randn(start.shape))
-    mixer, seq = mixer.double(), SeqInfo.stream(2, LENGTH)
+    mixer = mixer.double()
+    seq = SeqInfo.stream(2, LENGTH)
     with torch.no_grad():
         before = mixer(torch.randn(LENGTH, 2, 16, dtype=torch.float64), None, seq).state
-        x, calls = torch.randn(LENGTH, 2, 16, dtype=torch.float64), []
+        x = torch.randn(LENGTH, 2, 16, dtype=torch.float64)
+        calls = []
 
         def watch(op: Op[Any, Any], inputs: Any) -> None:
             if any(field.startswith("state_") for field in inputs._fields):

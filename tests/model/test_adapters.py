@@ -38,7 +38,8 @@ def test_adapters_begin_as_nothing_and_do_what_merged_weights_do(name: str) -> N
     torch.manual_seed(0)
     base = small_model(ARCHITECTURES[name], tied=True, heads={"kv_heads": 2})
     adapted = replace(base, adapters=EVERY_PROJECTION)
-    plain, model = started(base), started(adapted)
+    plain = started(base)
+    model = started(adapted)
     assert torch.equal(logits(model), logits(plain))
     weights = dict(model.named_parameters())
     for weight_name, parts in adapted_projections(parameter_table(base), EVERY_PROJECTION).items():
@@ -111,14 +112,16 @@ def dora(W: Tensor, A: Tensor, B: Tensor, M: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["samba", "adapters-dora", "rwkv6"])
 def test_dora_begins_as_nothing_and_gives_rows_their_lengths(name: str) -> None:
     base = small_model(ARCHITECTURES[name], tied=True, heads={"kv_heads": 2})
-    plain, model = started(base), started(replace(base, adapters=replace(EVERY_PROJECTION, dora=True)))
+    plain = started(base)
+    model = started(replace(base, adapters=replace(EVERY_PROJECTION, dora=True)))
     assert torch.equal(logits(model), logits(plain))
     weights = dict(model.named_parameters())
     for weight_name, parts in adapted_projections(parameter_table(base), EVERY_PROJECTION).items():
         A, B, M = (weights[f"{weight_name.removesuffix('weight')}adapter.{piece}"] for piece in "ABM")
         B.data.normal_(0, 0.1)
         M.data.normal_(0, 0.1)
-        rows, W = [part.rows for part in parts], plain.get_parameter(weight_name)
+        rows = [part.rows for part in parts]
+        W = plain.get_parameter(weight_name)
         W.data[(W == 0).all(1)] = 0.01  # as those that start from zero have become
         weights[weight_name].data.copy_(W)
         pieces = zip(W.split(rows), A.split(3), B.split(rows), M.split(rows), strict=True)
@@ -133,7 +136,8 @@ def test_the_gradients_of_dora_are_those_of_its_formula() -> None:
     adapter = Adapter("layers.0.mixer.kv", AdapterSizes(6, 0, parts, 3, 2.0, dora=True)).double()
     for weight in adapter.parameters():
         torch.nn.init.normal_(weight)
-    x, W = torch.randn(7, 2, 6, dtype=torch.float64, requires_grad=True), torch.randn(9, 6, dtype=torch.float64)
+    x = torch.randn(7, 2, 6, dtype=torch.float64, requires_grad=True)
+    W = torch.randn(9, 6, dtype=torch.float64)
     ours = adapter(x, x @ W.T, W)
     expected = torch.cat([x @ dora(W[:5], adapter.A, adapter.B, adapter.M).T, x @ W[5:].T], -1)
     torch.testing.assert_close(ours, expected)
@@ -148,7 +152,8 @@ def test_rows_of_zeros_stay_zero_with_dora() -> None:
     adapter.A.data.fill_(0.5)
     for weight in (adapter.B, adapter.M):
         weight.data.zero_()
-    x, W = torch.randn(4, 1, 3), torch.tensor([[0.0, 0.0, 0.0], [1.0, -2.0, 3.0]])
+    x = torch.randn(4, 1, 3)
+    W = torch.tensor([[0.0, 0.0, 0.0], [1.0, -2.0, 3.0]])
     y = adapter(x, x @ W.T, W)
     assert torch.equal(y, x @ W.T)
     y.sum().backward()

@@ -32,7 +32,8 @@ LAYERS = {
     "P": {"kind": "swiglu", "hidden": 24, "norm_after": True},
     "S": {"kind": "shared_attention", "heads": 2, "hidden": 24, "rank": 3},
 }
-PATTERN, LENGTH = "MA-MWA-", 11
+PATTERN = "MA-MWA-"
+LENGTH = 11
 
 
 def config(pattern: str) -> ModelConfig:
@@ -59,7 +60,8 @@ def results(model: LanguageModel) -> list[Tensor]:
 
 
 def test_they_read_one_norm_and_are_added_together() -> None:
-    model, seq = built(), SeqInfo.stream(2, LENGTH)
+    model = built()
+    seq = SeqInfo.stream(2, LENGTH)
     seen: dict[int, Tensor] = {}
     for name, layer in model.layers.items():
         layer.mixer.register_forward_pre_hook(lambda _, given, name=name: seen.update({int(name): given[0]}))
@@ -102,7 +104,8 @@ def test_sub_layers_that_wait_on_the_host_change_no_bit(monkeypatch: pytest.Monk
 
 
 def test_chunks_with_carried_states_equal_the_whole() -> None:
-    model, seq = built(), seq_info(2, LENGTH)
+    model = built()
+    seq = seq_info(2, LENGTH)
     whole = model(tokens(), None, seq)
     first = model(tokens()[:, :4], None, part_of(seq, 0, 4))
     second = model(tokens()[:, 4:], first.states, part_of(seq, 4, LENGTH))

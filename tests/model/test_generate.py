@@ -43,19 +43,22 @@ def real_part(state: dict[str, Tensor], row: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("pattern", ["M-W-F-", "S-W-S"])
 def test_padding_and_chunks_leave_no_trace(pattern: str, chunk: int) -> None:
     """In logits and states, whatever row and chunk a prompt begins in; at a chunk's edge too."""
-    model, prompts = small_model(pattern, torch.float64), prompts_of()
+    model = small_model(pattern, torch.float64)
+    prompts = prompts_of()
     logits_BV, states = read_all(model, prompts, chunk)
     for row, prompt in enumerate(prompts):
         alone_V, alone = read_all(model, [prompt])
         torch.testing.assert_close(logits_BV[row], alone_V[0], rtol=1e-11, atol=1e-12)
         for layer, state in alone.items():
-            expected, found = real_part(state, 0), real_part(states[layer], row)
+            expected = real_part(state, 0)
+            found = real_part(states[layer], row)
             for name, part in expected.items():
                 torch.testing.assert_close(found[name], part, rtol=1e-11, atol=1e-12, msg=f"{layer} {name}")
 
 
 def test_tokens_of_padding_change_no_bit() -> None:
-    model, prompts = small_model("M-W-S-F-"), Prompts.of(prompts_of())
+    model = small_model("M-W-S-F-")
+    prompts = Prompts.of(prompts_of())
     other = Prompts(prompts.tokens_BL.clone(), prompts.starts_B)
     other.tokens_BL[torch.arange(21) < other.starts_B[:, None]] = 7
     with torch.no_grad():
@@ -65,7 +68,8 @@ def test_tokens_of_padding_change_no_bit() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3), Sampling(1.3, top_k=9, top_p=0.8, seed=4)])
 def test_a_batch_writes_what_its_rows_write_alone(sampling: Sampling) -> None:
-    model, prompts = small_model("M-W-F-"), prompts_of()
+    model = small_model("M-W-F-")
+    prompts = prompts_of()
     together = list(islice(continued(reader(model), Prompts.of(prompts), sampling, chunk=6), 12))
     for row, prompt in enumerate(prompts):
         alone = list(islice(continued(reader(model), Prompts.of([prompt]), sampling, rows=[row]), 12))
@@ -74,7 +78,8 @@ def test_a_batch_writes_what_its_rows_write_alone(sampling: Sampling) -> None:
 
 def test_greedy_tokens_are_those_of_transformers_with_the_same_weights() -> None:
     """In its class for our models, padded on the left by its rules."""
-    model, prompts = small_model("M-W-F-", torch.float64), prompts_of()
+    model = small_model("M-W-F-", torch.float64)
+    prompts = prompts_of()
     theirs = as_transformers(model, small_config("M-W-F-"))
     padded = Prompts.of(prompts)
     mask_BL = (torch.arange(21) >= padded.starts_B[:, None]).long()
@@ -85,7 +90,8 @@ def test_greedy_tokens_are_those_of_transformers_with_the_same_weights() -> None
 
 
 def test_span_attention_in_a_padded_batch_reads_what_each_row_reads_alone() -> None:
-    model, prompts = model_of("samba_span_laptop"), prompts_of((200, 70))
+    model = model_of("samba_span_laptop")
+    prompts = prompts_of((200, 70))
     together = list(islice(continued(reader(model), Prompts.of(prompts), chunk=50), 8))
     for row, prompt in enumerate(prompts):
         assert [s[row] for s in together] == generate(model, torch.tensor([prompt]), 8, 0, 0)[0].tolist()
@@ -94,7 +100,8 @@ def test_span_attention_in_a_padded_batch_reads_what_each_row_reads_alone() -> N
 def test_states_take_the_same_memory_at_any_length() -> None:
     """By hand, in fp32, of one row: the window of 8 keeps 7 keys and values of 2 heads of 8, and a number."""
     model = small_model("M-W-")
-    state, inner = SMALL_LAYERS["M"]["state"], 64
+    state = SMALL_LAYERS["M"]["state"]
+    inner = 64
     by_hand = 4 * inner * (state + 3) + 4 * 7 * 2 * 8 * 2 + 8
     for length in (3, 100, 500):
         assert state_bytes(read_all(model, prompts_of((length,)), 50)[1]) == by_hand
@@ -145,7 +152,8 @@ def tokenizer() -> Tokenizer:
 def written(
     tokenizer: Tokenizer, ids: list[int], stops: tuple[str, ...] = (), most: int = 1000
 ) -> tuple[list, TextOfRow]:
-    text, parts = TextOfRow(tokenizer.decode, most, before=ids[:1], stops=stops, ends=[0]), []
+    text = TextOfRow(tokenizer.decode, most, before=ids[:1], stops=stops, ends=[0])
+    parts = []
     write([text], iter([[token] for token in [*ids[1:], 0]]), lambda row, new: parts.append(new))
     return parts, text
 

@@ -32,7 +32,8 @@ def test_starts_near_uniform_predictions() -> None:
 
 
 def test_start_depends_on_seed_and_name_only() -> None:
-    long, short = small_model("M-W-M-"), small_model("M-")
+    long = small_model("M-W-M-")
+    short = small_model("M-")
     weights = dict(long.named_parameters())
     torch.testing.assert_close(weights["layers.0.mixer.A_log"], dict(short.named_parameters())["layers.0.mixer.A_log"])
     torch.testing.assert_close(weights["embedding.weight"], short.embedding.weight)
@@ -66,7 +67,8 @@ def test_untied_llamas_start_as_their_code_does(recipe: str) -> None:
     """Of width 1536 and 12 blocks; short convolutions and norms are as ever."""
     weights = parameter_table(load([f"recipe={recipe}"]).model)
     starts = {name.removeprefix("layers.0.").removeprefix("layers.1."): weight.init for name, weight in weights.items()}
-    inside, outside = Normal((2 / (5 * 1536)) ** 0.5), Normal(1536**-0.5 / 12)
+    inside = Normal((2 / (5 * 1536)) ** 0.5)
+    outside = Normal(1536**-0.5 / 12)
     for name in ("embedding.weight", "head.weight", "mixer.q.weight", "mixer.kv.weight", "mixer.gate_up.weight"):
         assert starts[name] == inside
     assert starts["mixer.out.weight"] == starts["mixer.down.weight"] == outside
@@ -76,7 +78,8 @@ def test_untied_llamas_start_as_their_code_does(recipe: str) -> None:
 
 def test_what_does_not_project_starts_by_no_other_rule() -> None:
     model = small_config("M-S-W-")
-    ours, theirs = parameter_table(model), parameter_table(replace(model, init=Start.lit_gpt))
+    ours = parameter_table(model)
+    theirs = parameter_table(replace(model, init=Start.lit_gpt))
     same = {name.rpartition(".")[2] for name in ours if ours[name] == theirs[name]}
     assert same >= {"A_log", "D", "dt_bias", "conv_weight", "conv_bias", "norm_weight"}
     changed = {name for name in ours if ours[name] != theirs[name]}
@@ -102,7 +105,8 @@ def test_no_document_sees_another_through_the_whole_model(form: str | None) -> N
         own = [weight.grad for name, weight in model.named_parameters() if name != "embedding.weight"]
         return [loss.total.detach(), loss.per_token, *(g for g in own if g is not None)]
 
-    a, other = torch.randint(61, (1, 10)), torch.randint(61, (1, 10))
+    a = torch.randint(61, (1, 10))
+    other = torch.randint(61, (1, 10))
     for left, right in zip(gradients_with(a), gradients_with(other), strict=True):
         assert torch.equal(left, right)
 
@@ -118,7 +122,8 @@ def test_decoding_from_carried_states_equals_reading_the_whole(pattern: str) -> 
 
 
 def test_sampling_repeats_with_its_seed() -> None:
-    model, prompt = small_model(), torch.randint(61, (1, 5))
+    model = small_model()
+    prompt = torch.randint(61, (1, 5))
     first, again = (generate(model, prompt, 20, 1.0, seed=3) for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, generate(model, prompt, 20, 1.0, seed=4))

@@ -30,7 +30,8 @@ def model(sublayers: int) -> LanguageModel:
 
 def gradients(sublayers: int) -> list[Tensor]:
     torch.manual_seed(2)
-    batch, made = random_batch(documents=[[10, 14], [24]]), model(sublayers)
+    batch = random_batch(documents=[[10, 14], [24]])
+    made = model(sublayers)
     out = made(batch.tokens_BL, None, batch.seq).output
     return list(torch.autograd.grad(out.square().sum(), list(made.parameters())))
 
@@ -56,7 +57,8 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
 
 @pytest.mark.parametrize("sublayers", EVERY)
 def test_between_the_passes_the_device_has_none_of_it(packed: list[weakref.ref[object]], sublayers: int) -> None:
-    batch, made = random_batch(), model(sublayers)
+    batch = random_batch()
+    made = model(sublayers)
     out = made(batch.tokens_BL, None, batch.seq).output
     del batch  # with its tables of rotations
     assert len(packed) >= 3 * min(sublayers, 5)
@@ -66,7 +68,9 @@ def test_between_the_passes_the_device_has_none_of_it(packed: list[weakref.ref[o
 
 def test_a_weight_and_what_is_small_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "SMALLEST", 100)
-    weight, large, small = torch.nn.Parameter(torch.ones(64)), torch.ones(64), torch.ones(24)
+    weight = torch.nn.Parameter(torch.ones(64))
+    large = torch.ones(64)
+    small = torch.ones(24)
     kept = offload.OffloadedSublayer([weight])
     with kept.forward_pass():
         y = (weight.view(8, 8) * large.view(8, 8)).sum() + (weight[:24] * small).sum()

@@ -66,11 +66,13 @@ def test_a_block_is_counted_once_and_computes_at_every_place() -> None:
 
 def test_a_shared_weight_has_the_sum_of_its_places_gradients() -> None:
     """Against a model whose places have copies of their own: two letters with the same values."""
-    once, apart = built("MSMSM"), built("MSMTM")
+    once = built("MSMSM")
+    apart = built("MSMTM")
     weights = dict(once.named_parameters())
     for name, weight in apart.named_parameters():
         weight.data.copy_(weights[name.replace("shared.T", "shared.S")].data)
-    together, each = gradients(once), gradients(apart)
+    together = gradients(once)
+    each = gradients(apart)
     for name, gradient in together.items():
         twin = name.replace("shared.S", "shared.T")
         expected = each[name] + each[twin] if twin != name else each[name]
@@ -79,7 +81,8 @@ def test_a_shared_weight_has_the_sum_of_its_places_gradients() -> None:
 
 @pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.layer])
 def test_recomputed_it_is_the_same(recompute: Recompute) -> None:
-    expected, found = gradients(built("SMMSM")), gradients(built("SMMSM", recompute))
+    expected = gradients(built("SMMSM"))
+    found = gradients(built("SMMSM", recompute))
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 

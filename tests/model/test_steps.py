@@ -58,20 +58,25 @@ def logits_of(read: Reader, given: Prompts, tokens: torch.Tensor) -> Iterator[to
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 2e-4)])
 def test_logits_are_the_models(pattern: str, dtype: torch.dtype, tolerance: float, tied: bool) -> None:
     """Past the end of every window. Angles of positions are of fp32, whatever the model is of."""
-    model, given, tokens = model_of(pattern, dtype, tied), prompts(), torch.randint(61, (35, 5))
-    compiled, plain = reader(model), replace(reader(model), model=None)
+    model = model_of(pattern, dtype, tied)
+    given = prompts()
+    tokens = torch.randint(61, (35, 5))
+    compiled = reader(model)
+    plain = replace(reader(model), model=None)
     for found, expected in zip(logits_of(compiled, given, tokens), logits_of(plain, given, tokens), strict=True):
         assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def test_the_text_is_the_same() -> None:
-    model, given = model_of("M-W-N-V-"), prompts()
+    model = model_of("M-W-N-V-")
+    given = prompts()
     compiled = list(islice(continued(reader(model), given), 40))
     assert compiled == list(islice(continued(replace(reader(model), model=None), given), 40))
 
 
 def test_states_that_it_is_given_stay_as_they_are() -> None:
-    model, given = model_of("M-W-"), prompts()
+    model = model_of("M-W-")
+    given = prompts()
     with torch.no_grad():
         _, states = given.read(reader(model).read, 100)
         before = {layer: {name: part.clone() for name, part in state.items()} for layer, state in states.items()}
@@ -115,7 +120,8 @@ def with_scaled_attention() -> LanguageModel:
     ],
 )
 def test_other_models_are_called(model, reason: str) -> None:
-    read, given = reader(model()), prompts()
+    read = reader(model())
+    given = prompts()
     assert reason in (unsupported_reason(read.model) or "")
     assert len(list(islice(continued(read, given), 3))) == 3
 

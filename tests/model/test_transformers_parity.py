@@ -24,7 +24,10 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel
 
-WIDTH, VOCAB, HIDDEN, LENGTH = 64, 97, 112, 40
+WIDTH = 64
+VOCAB = 97
+HIDDEN = 112
+LENGTH = 40
 Names = dict[str, list[str | tuple[str, slice]]]
 """Our weight -> transformers' weights, or some rows of them, which one below the other it is."""
 
@@ -33,7 +36,9 @@ def llama_names(model: LanguageModel) -> Names:
     names = {"embedding.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
     names["head.weight"] = ["lm_head.weight"]
     for block in range(len(model.layers) // 2):
-        theirs, attention, mlp = f"model.layers.{block}", f"layers.{2 * block}", f"layers.{2 * block + 1}"
+        theirs = f"model.layers.{block}"
+        attention = f"layers.{2 * block}"
+        mlp = f"layers.{2 * block + 1}"
         names |= {
             f"{attention}.norm.weight": [f"{theirs}.input_layernorm.weight"],
             f"{attention}.mixer.q.weight": [f"{theirs}.self_attn.q_proj.weight"],
@@ -70,9 +75,12 @@ def mamba_pair() -> tuple[LanguageModel, torch.nn.Module, Names]:
 def mamba2_names(model: LanguageModel, inner: int, both: int) -> Names:
     """`inner` channels, and `both` for each of B and C: in_proj is z, x, B, C, dt there, and conv1d is x, B, C."""
     names: Names = {"embedding.weight": ["backbone.embeddings.weight"], "norm.weight": ["backbone.norm_f.weight"]}
-    z_x, b_c, dt = slice(2 * inner), slice(2 * inner, 2 * inner + 2 * both), slice(2 * inner + 2 * both, None)
+    z_x = slice(2 * inner)
+    b_c = slice(2 * inner, 2 * inner + 2 * both)
+    dt = slice(2 * inner + 2 * both, None)
     for layer in model.layers:
-        theirs, ours = f"backbone.layers.{layer}", f"layers.{layer}"
+        theirs = f"backbone.layers.{layer}"
+        ours = f"layers.{layer}"
         in_proj = f"{theirs}.mixer.in_proj.weight"
         names[f"{ours}.norm.weight"] = [f"{theirs}.norm.weight"]
         names[f"{ours}.mixer.in_proj.weight"] = [(in_proj, z_x), (in_proj, dt)]
@@ -154,7 +162,8 @@ def joined(theirs: dict[str, Tensor], names: list[str | tuple[str, slice]], like
 @pytest.mark.parametrize("pair", [mamba_pair, mamba2_pair, mamba2_groups_pair, llama_pair, mistral_pair, granite_pair])
 def test_same_weights_give_the_same_logits_and_gradients(pair) -> None:
     ours, theirs, names = pair()
-    ours, theirs = ours.double(), theirs.double()
+    ours = ours.double()
+    theirs = theirs.double()
     weights = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, weight in ours.named_parameters():

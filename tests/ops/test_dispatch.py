@@ -30,7 +30,8 @@ def test_torch_compile_leaves_a_function_as_it_is() -> None:
         )
         return graph
 
-    model, x = Around(), torch.rand(3)
+    model = Around()
+    x = torch.rand(3)
     model.compile(backend=backend)
     assert torch.equal(model(x), x.sin().tan().cos())
     assert graphs == [["sin"], ["cos"]]

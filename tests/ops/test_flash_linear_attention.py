@@ -25,7 +25,11 @@ pytest.importorskip("fla", reason="pip install --no-deps flash-linear-attention 
 pytest.importorskip("einops", reason="pip install einops")
 pytestmark = pytest.mark.slow
 
-ROWS, LENGTH, HEADS, KEY, VALUE = 2, 130, 3, 16, 24
+ROWS = 2
+LENGTH = 130
+HEADS = 3
+KEY = 16
+VALUE = 24
 
 
 def plain(file: str, function: str) -> Any:

@@ -36,7 +36,8 @@ def test_loops_of_several_kernels() -> None:
 
 
 def test_instructions_are_the_section_of_a_kernel() -> None:
-    names, text = b"\0.shstrtab\0.text._walk\0", bytes(range(48))
+    names = b"\0.shstrtab\0.text._walk\0"
+    text = bytes(range(48))
     begins = (64, 64 + len(names))
     sections = b"".join(
         struct.pack("<IIQQQQIIQQ", name, 1, 0, 0, begin, size, 0, 0, 1, 0)
@@ -49,7 +50,8 @@ def test_instructions_are_the_section_of_a_kernel() -> None:
 
 
 def test_code_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = MachineCode(b"a", 4, 128), MachineCode(b"b", 8, 0)
+    a = MachineCode(b"a", 4, 128)
+    b = MachineCode(b"b", 8, 0)
     calls: list[str] = []
 
     def answer(code: bytes, *command: str) -> str:

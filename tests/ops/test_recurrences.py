@@ -137,7 +137,8 @@ def test_a_document_in_mid_row_starts_afresh(recurrence: Recurrence, form: str) 
 @pytest.mark.parametrize("border", [70, 128], ids=["inside a chunk", "between chunks"])
 def test_no_bit_of_a_document_leaks_into_the_next(recurrence: Recurrence, form: str, border: int) -> None:
     inputs = recurrence.make(length=200, dtype=torch.float32)._replace(documents_BL=documents_of(border, 200 - border))
-    state, tokens = state_of(inputs), by_token(inputs)
+    state = state_of(inputs)
+    tokens = by_token(inputs)
     probed = []
     for factor in (1, 0.5):
         other = changed(inputs, Tensor.clone)
@@ -179,7 +180,8 @@ def test_an_infinite_state_stays_in_its_document(recurrence: Recurrence, form: s
 @FORMS
 def test_bf16_inputs_are_computed_in_fp32(recurrence: Recurrence, form: str) -> None:
     inputs = recurrence.make(length=100, dtype=torch.bfloat16)
-    found, expected = computed(recurrence.op, form, inputs), computed(recurrence.op, "reference", exact(inputs))
+    found = computed(recurrence.op, form, inputs)
+    expected = computed(recurrence.op, "reference", exact(inputs))
     assert (found["y"].dtype, found["last"].dtype) == (torch.bfloat16, torch.float32)
     assert all(found[name].dtype == value.dtype for name, value in floats(inputs).items())
     assert_close(found["last"].double(), expected["last"], rtol=1e-5, atol=1e-5)

@@ -133,7 +133,8 @@ def test_sums_of_a_long_row_keep_their_digits() -> None:
 
 def test_orthonormal_keys_that_are_written_once_are_forgotten_by_the_delta_rule() -> None:
     """By hand: a step of 1 takes out its key, of 2 mirrors it, and what no key leads to only decays."""
-    k, g = torch.eye(3, dtype=torch.float64)[:2].view(1, 2, 1, 3), torch.full((1, 2, 1, 1), 0.5).double().log()
+    k = torch.eye(3, dtype=torch.float64)[:2].view(1, 2, 1, 3)
+    g = torch.full((1, 2, 1, 1), 0.5).double().log()
     v = torch.randn(1, 2, 1, 4, dtype=torch.float64)
     transition = delta_transition(
         DeltaInputs(v.new_zeros(1, 2, 1, 3), k, v, torch.tensor([[[1.0], [2.0]]]).double(), g)

@@ -25,8 +25,10 @@ FORMS = dict.fromkeys(("selective_scan", "causal_conv", "ssd_scan", "rms_norm", 
 def step(pattern: str, dtype: torch.dtype, device: torch.device, forms: dict[str, str]) -> dict[str, Tensor]:
     """The loss of some tokens and of as many after them, states passed on; every gradient, by the weight's name."""
     torch.manual_seed(1)
-    model, batch = small_model(pattern, dtype).to(device), random_batch(rows=1, length=2 * TOKENS).to(device)
-    loss, states = torch.zeros((), dtype=dtype, device=device), None
+    model = small_model(pattern, dtype).to(device)
+    batch = random_batch(rows=1, length=2 * TOKENS).to(device)
+    loss = torch.zeros((), dtype=dtype, device=device)
+    states = None
     with force("reference"), force(**forms):
         for tokens in (slice(TOKENS), slice(TOKENS, None)):
             logits, states, _ = model(batch.tokens_BL[:, tokens], states, SeqInfo.stream(1, TOKENS, device=device))

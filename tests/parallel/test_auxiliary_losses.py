@@ -62,14 +62,16 @@ def gradients_by_hand(config: Config, weights: dict[str, Tensor]) -> dict[str, T
     """Both losses of each micro-batch, weighted by its tokens, in plain PyTorch."""
     model = LanguageModel(config.model)
     model.load_state_dict(weights)
-    total, tokens = torch.zeros(()), 0
+    total = torch.zeros(())
+    tokens = 0
     with penalized():
         for batch in micro_batches(config):
             out = model(batch.tokens_BL, None, batch.seq)
             logits_NV = out.output.transpose(0, 1)[batch.mask_BL]
             counted = int(batch.mask_BL.sum())
             total = total + functional.cross_entropy(logits_NV, batch.labels_BL[batch.mask_BL], reduction="sum")
-            total, tokens = total + counted * out.aux["output_size"], tokens + counted
+            total = total + counted * out.aux["output_size"]
+            tokens = tokens + counted
     (total / tokens).backward()
     return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
@@ -82,7 +84,8 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 def test_it_adds_its_gradient_to_that_of_the_loss(alone: Groups) -> None:
     config = configured(Layout())
-    ours, engine = gradients_in(alone, config), Engine(config, alone)
+    ours = gradients_in(alone, config)
+    engine = Engine(config, alone)
     engine.forward_backward(micro_batches(config))
     without = dict(engine.optimizer.gradients())
     assert_same(ours, gradients_by_hand(config, dict(engine.weights())))

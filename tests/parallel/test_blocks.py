@@ -50,7 +50,8 @@ def test_flat_shards_of_all_ranks_tile_each_part_of_a_weight(name: str, ranks: i
     for rank in range(1 if whole else ranks):
         mesh = mesh_of(ranks, rank)
         flat = cut(numbered(*parameter.shape), parameter, mesh)
-        shape, flat = flat.shape, flat.flatten()
+        shape = flat.shape
+        flat = flat.flatten()
         borders = sorted({0, len(flat) // 7, len(flat) // 2, len(flat) * 5 // 6 + 1, len(flat)})
         for start, stop in itertools.pairwise(borders):
             for block in weight_blocks(name, flat_rectangles(flat[start:stop], start, shape), parameter, mesh):
@@ -77,12 +78,14 @@ def test_a_block_is_a_view() -> None:
 @pytest.mark.parametrize("layer", [0, 1, 2, 4])
 def test_states_of_all_ranks_and_lanes_tile_the_whole(layer: int, ranks: int) -> None:
     arch = architecture(MODEL)
-    lanes, halves = 4, (range(2), range(2, 4))
+    lanes = 4
+    halves = (range(2), range(2, 4))
     for name, part in arch.specs[layer].state_parts(arch.sizes).items():
         if (layer == 4 and ranks in (3, 6)) or (layer == 1 and ranks == 6 and name == "kv_conv"):
             continue
         whole = numbered(lanes, *[size or 5 for size in part.shape])
-        written, read = torch.full_like(whole, -1), []
+        written = torch.full_like(whole, -1)
+        read = []
         for rank, own in itertools.product(range(ranks), halves):
             share = cut(whole[own.start : own.stop], part, mesh_of(ranks, rank), leading=1)
             for block in lane_blocks("key", share, part, own, lanes, mesh_of(ranks, rank)):
@@ -104,7 +107,8 @@ def test_flat_shards_over_two_dimensions_of_the_mesh_tile_each_part() -> None:
     for expert, rank in itertools.product(range(2), range(3)):
         mesh = {"expert": RankGroup(2, expert), "tensor": RankGroup(3, rank)}
         flat = cut(numbered(*parameter.shape), parameter, mesh)
-        shape, flat = flat.shape, flat.flatten()
+        shape = flat.shape
+        flat = flat.flatten()
         for start, stop in itertools.pairwise((0, 3, 11, len(flat))):
             for block in weight_blocks("w", flat_rectangles(flat[start:stop], start, shape), parameter, mesh):
                 into = written[block.key][tuple(map(slice, block.global_offset, ends(block)))]

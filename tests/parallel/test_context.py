@@ -63,7 +63,8 @@ BORDERS = {  # of two rows
 def rows_with(borders: tuple[list[int], ...] | None) -> Batch:
     """Documents that begin at these places; None: rows are streams."""
     tokens_BT = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    positions_BL, documents_BL = torch.arange(LENGTH).expand(2, -1), None
+    positions_BL = torch.arange(LENGTH).expand(2, -1)
+    documents_BL = None
     if borders is not None:
         documents_BL = torch.stack(
             [sum((torch.arange(LENGTH) >= b for b in row), torch.zeros(LENGTH)).int() for row in borders]

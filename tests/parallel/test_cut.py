@@ -83,7 +83,8 @@ def test_a_tensor_is_cut_over_several_dimensions_of_the_mesh() -> None:
 
 
 def test_shares_over_several_dimensions_join_in_the_opposite_order() -> None:
-    whole, (over_experts, over_tensor) = numbered(EXPERTS), EXPERTS.cuts
+    whole = numbered(EXPERTS)
+    (over_experts, over_tensor) = EXPERTS.cuts
     by_expert = []
     for expert in range(2):
         meshes = [{"expert": RankGroup(2, expert), "tensor": RankGroup(4, rank)} for rank in range(4)]
@@ -97,7 +98,8 @@ def _gathered(seat: Seat) -> tuple[bool, bool]:
         "gloo", init_method=f"file://{seat.meeting_file}", rank=seat.rank, world_size=seat.world_size
     )
     new, expert, tensor = torch.distributed.new_group, *divmod(seat.rank, 2)
-    rows, columns = [new([0, 1]), new([2, 3])], [new([0, 2]), new([1, 3])]
+    rows = [new([0, 1]), new([2, 3])]
+    columns = [new([0, 2]), new([1, 3])]
     mesh = {"expert": RankGroup(2, expert, columns[tensor]), "tensor": RankGroup(2, tensor, rows[expert])}
     whole = numbered(EXPERTS)
     share = cut(whole, EXPERTS, mesh)

@@ -91,7 +91,9 @@ def test_scales_by_hand() -> None:
 def test_tiles_by_hand() -> None:
     """Each tile is scaled for itself, by a power of two that leaves it within the range."""
     matrix = torch.ones(2, 256)
-    matrix[0, 128:], matrix[1, :128], matrix[1, 128:] = 3.5, 0.0, 2.0**-20
+    matrix[0, 128:] = 3.5
+    matrix[1, :128] = 0.0
+    matrix[1, 128:] = 2.0**-20
     runs = round_tiles(matrix, (1, 128), E4M3)
     # 448 / 1 -> 256;  448 / 3.5 = 128;  zeros -> 1;  448 / 2^-20 -> 2^28
     assert runs.inverse.tolist() == [[1 / 256, 1 / 128], [1.0, 2.0**-28]]
@@ -126,7 +128,10 @@ def test_casts_of_forward_dgrad_and_wgrad(
     recipe: Precision, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """x and W in e4m3 and dy in e5m2, once each; and nothing but what was rounded is multiplied."""
-    casts, factors, rounding, product = [], [], fp8.Rounding.__call__, torch.Tensor.__matmul__
+    casts = []
+    factors = []
+    rounding = fp8.Rounding.__call__
+    product = torch.Tensor.__matmul__
 
     def counted(self: fp8.Rounding, matrix: Tensor, role: Role, summed_axis: int = 1) -> fp8.Rounded:
         rounded = rounding(self, matrix, role, summed_axis)
@@ -147,7 +152,9 @@ def test_casts_of_forward_dgrad_and_wgrad(
     assert casts == [cast for cast in expected if cast[0] != "dy"]
     y.sum().backward()
     assert casts == expected
-    forward, dgrad, wgrad = ((128, 384), (384, 256)), ((128, 256), (256, 384)), ((256, 128), (128, 384))
+    forward = ((128, 384), (384, 256))
+    dgrad = ((128, 256), (256, 384))
+    wgrad = ((256, 128), (128, 384))
     assert factors == [forward, dgrad, wgrad]
     assert x.grad is not None
     assert made.weight.grad is not None
@@ -157,7 +164,8 @@ def test_casts_of_forward_dgrad_and_wgrad(
 @pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (3.0, 70.0, 1000.0)])
 def test_products_are_of_rounded_values(scales: tuple[float, float, float]) -> None:
     """y = q(x) q(W)^T, dx = q(dy) q(W), dW = q(dy)^T q(x), with rounding by hand."""
-    x, dy = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
+    x = torch.randn(16, 32, requires_grad=True)
+    dy = torch.randn(16, 48)
     made = projection(Precision.fp8_delayed, 48, 32)
     made.slots.scale_3.copy_(torch.tensor(scales))
     y = made(x)
@@ -183,7 +191,8 @@ def test_is_near_to_the_product_itself(recipe: Precision) -> None:
     """Whatever the sizes of the values, since scales fill the range: a few percent of the norm."""
     for size in (1e-6, 1.0, 1e6):
         x = torch.randn(128, 128).mul(size).requires_grad_()
-        dy, made = torch.randn(128, 256) / size, projection(recipe, 256, 128)
+        dy = torch.randn(128, 256) / size
+        made = projection(recipe, 256, 128)
         statistics = Delayed({"w": made}, made.fp8, torch.device("cpu"))
         if recipe == Precision.fp8_delayed:
             made(x).backward(dy)

@@ -29,7 +29,8 @@ from tests.distributed import run_distributed
 from tests.parallel import test_through_time as tbtt
 from tests.parallel.test_states import write as write_checkpoint
 
-STEPS, LR = 4, 1e-2
+STEPS = 4
+LR = 1e-2
 LAYERS = {
     "M": {"kind": "mamba", "state": 4},
     "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
@@ -81,7 +82,8 @@ def test_weights_that_are_rounded_once_a_step_change_no_bit(
     alone: Groups, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also under recomputation, with an evaluation between steps, and after other weights were read."""
-    rounded, rounding = [], Rounding.__call__
+    rounded = []
+    rounding = Rounding.__call__
 
     def watched(self: Rounding, matrix: Tensor, role: Role, summed_axis: int = 1) -> Rounded:
         rounded.append(role)
@@ -92,7 +94,8 @@ def test_weights_that_are_rounded_once_a_step_change_no_bit(
     for cached in (False, True):
         config = config_of(precision, ParallelConfig(recompute=Recompute.layer))
         config = replace(config, precision=replace(config.precision, cache_weights=cached))
-        engine, seen = Engine(config, alone), list[float]()
+        engine = Engine(config, alone)
+        seen = list[float]()
         for step in range(STEPS):
             rounded.clear()
             seen += losses(engine, range(step, step + 1))
@@ -130,7 +133,8 @@ def test_detached_chunks_and_micro_batches_share_one_history(alone: Groups) -> N
     many.forward_backward(batch_of(0).split(1))
     for engine in (one, many):
         engine.step(LR)
-    left, right = statistics(one), statistics(many)
+    left = statistics(one)
+    right = statistics(many)
     for key in left:
         torch.testing.assert_close(left[key], right[key], rtol=2e-2, atol=0)  # gradients pass through bf16
 

@@ -19,7 +19,8 @@ from hybridtron.proving.audit.run import micro_batches
 from tests.conftest import small_run
 from tests.distributed import run_distributed
 
-FP32, BF16 = KeptFormat.fp32, KeptFormat.bf16
+FP32 = KeptFormat.fp32
+BF16 = KeptFormat.bf16
 
 
 def configured(layout: Layout, gradients: KeptFormat) -> Config:

@@ -30,7 +30,8 @@ def verdicts(seat: Seat, config: Config) -> list[tuple[float, bool, float | None
     faulty = seat.rank == seat.world_size - 1
     with seat.groups(config.parallel) as groups, spoiled(math.nan, [1]) if faulty else nullcontext():
         engine = Engine(config, groups)
-        batches, found = micro_batches(config), []
+        batches = micro_batches(config)
+        found = []
         own = len(batches) // groups.data_size
         for _ in range(STEPS):
             engine.forward_backward(batches[groups.data_rank * own :][:own])

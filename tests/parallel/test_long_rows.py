@@ -25,7 +25,8 @@ from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
 
-VOCABULARY, STEPS = 32, 2
+VOCABULARY = 32
+STEPS = 2
 LAYERS = {
     "M": {"kind": "mamba", "state": 2, "expand": 1},
     "S": {"kind": "mamba2", "state": 4, "head_dim": 8, "expand": 1},
@@ -63,7 +64,8 @@ def text(length: int) -> Batch:
 def trained(seat: Seat, config: Config, length: int) -> list[float]:
     """The loss of each step."""
     with seat.groups(config.parallel) as groups:
-        engine, found = Engine(config, groups), []
+        engine = Engine(config, groups)
+        found = []
         engine.start_phase(0, range(1))
         for step in range(STEPS):
             found.append(engine.forward_backward([text(length)], step).mean.item())

@@ -16,7 +16,10 @@ from hybridtron.parallel.pool import Seat
 from hybridtron.planning import count
 from tests.distributed import run_distributed
 
-VOCABULARY, WIDTH, ROWS, LENGTH = 24, 6, 3, 8
+VOCABULARY = 24
+WIDTH = 6
+ROWS = 3
+LENGTH = 8
 
 
 def inputs(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

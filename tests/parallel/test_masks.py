@@ -29,7 +29,10 @@ from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
 from tests.parallel.test_states import LAYERS, LAYOUTS, ROW_LAYOUTS
 
-STEPS, VOCABULARY, EOS, LR = 3, 512, 0, 1e-2
+STEPS = 3
+VOCABULARY = 512
+EOS = 0
+LR = 1e-2
 
 
 def learned(tokens: np.ndarray) -> np.ndarray:
@@ -63,7 +66,8 @@ def config_of(folder: Path, parallel: ParallelConfig) -> Config:
 def trained(seat: Seat, config: Config) -> list[tuple[float, int, int, int]]:
     """Of each step: its loss, the tokens that counted, by hand those of this rank, its batches without any."""
     with seat.groups(config.parallel) as groups:
-        engine, (phase,) = Engine(config, groups), resolve(config)
+        engine = Engine(config, groups)
+        (phase,) = resolve(config)
         loader = build_loader(phase, groups.data_rank, groups.data_size, groups.part)
         engine.start_phase(0, loader.lanes)
         found = []

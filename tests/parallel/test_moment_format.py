@@ -27,7 +27,9 @@ from tests.distributed import run_distributed
 
 MODEL = small_model("M-W-", tied=True, heads={"kv_heads": 2})
 KINDS = ("exp_avg", "exp_avg_sq")
-LR, STEPS, SAVED = 1e-3, 4, 2
+LR = 1e-3
+STEPS = 4
+SAVED = 2
 
 
 def configured(layout: Layout, moments: KeptFormat = KeptFormat.bf16) -> Config:
@@ -57,7 +59,8 @@ def kept(engine: Engine) -> dict[str, list[Tensor]]:
 def trained(seat: Seat, config: Config, folder: Path | None = None) -> tuple[dict[str, Tensor], tuple[int, int]]:
     """The weights after the last step, with the bytes kept and those planned; a folder is written, or resumed from."""
     with seat.groups(config.parallel) as groups:
-        engine, first = Engine(config, groups), 0
+        engine = Engine(config, groups)
+        first = 0
         if folder is not None and folder.exists():
             restore_newest(valid_checkpoints(folder), serving(engine), folder)
             first = SAVED
@@ -78,13 +81,15 @@ def _format_of(config: Config) -> str:
 
 
 def test_steps_are_the_formulas_with_moments_rounded(alone: Groups) -> None:
-    engine, state = Engine(configured(Layout()), alone), {}
+    engine = Engine(configured(Layout()), alone)
+    state = {}
     masters = {name: shard.master.detach().clone() for name, shard in engine.optimizer.shards.items()}
     for step in range(STEPS):
         engine.forward_backward(micro_batches(engine.config), step)
         for name, gradient in engine.optimizer.gradients():
             mean, square = state.setdefault(name, [torch.zeros_like(gradient).bfloat16() for _ in KINDS])
-            m, v = 0.9 * mean.double() + 0.1 * gradient.double(), 0.95 * square.double() + 0.05 * gradient.double() ** 2
+            m = 0.9 * mean.double() + 0.1 * gradient.double()
+            v = 0.95 * square.double() + 0.05 * gradient.double() ** 2
             direction = m / (1 - 0.9 ** (step + 1)) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + engine.config.optim.eps)
             masters[name] -= LR * direction.view_as(masters[name])
             mean.copy_(m), square.copy_(v)
@@ -112,7 +117,8 @@ def stored_moments(folder: Path) -> dict[str, Any]:
 )
 def test_cut_saved_and_resumed_with_either_format(layout: Layout, tmp_path: Path) -> None:
     """What is kept is what is planned; a checkpoint holds it as it is, and is resumed from with the other format."""
-    ranks, folder = layout.tensor * layout.pipeline * layout.data, tmp_path / "run"
+    ranks = layout.tensor * layout.pipeline * layout.data
+    folder = tmp_path / "run"
     ((alone, _),) = run_distributed(trained, 1, configured(Layout()))
     cut = run_distributed(trained, ranks, configured(layout), folder)
     held, planned = (sum(sizes[which] for _, sizes in cut) for which in (0, 1))

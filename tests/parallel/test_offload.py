@@ -24,7 +24,8 @@ LAYOUTS = [
 
 def offloaded(seat: Seat, fused: bool, layout: Layout, parallel: ParallelConfig | None) -> dict[str, Tensor]:
     """Of a model of which the first three sub-layers of every stage send off all that they keep."""
-    config, smallest = configured(layout, fused, parallel=parallel), offload.SMALLEST
+    config = configured(layout, fused, parallel=parallel)
+    smallest = offload.SMALLEST
     offload.SMALLEST = 1
     try:
         return gradients(seat, replace(config, parallel=replace(config.parallel, offload=3)))

@@ -77,7 +77,8 @@ def test_a_process_that_died_between_jobs_is_replaced() -> None:
 
 
 def test_every_job_has_processes_of_its_own_which_end_with_it() -> None:
-    first, second = run_distributed(own_process, 2), run_distributed(own_process, 2)
+    first = run_distributed(own_process, 2)
+    second = run_distributed(own_process, 2)
     assert not set(first) & set(second)
     with pytest.raises(WorkerError, match="did not finish in time"):
         run_distributed(sleep, 2, timeout_s=0.2)

@@ -47,5 +47,6 @@ def test_gloo_uses_the_loopback() -> None:
 
 
 def test_each_start_has_a_store_of_its_own() -> None:
-    first, second = Rendezvous(), Rendezvous()
+    first = Rendezvous()
+    second = Rendezvous()
     assert first.variables["MASTER_PORT"] != second.variables["MASTER_PORT"]

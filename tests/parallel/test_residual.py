@@ -32,7 +32,8 @@ def configured(layout: Layout) -> Config:
 def stepped(seat: Seat, config: Config) -> tuple[float, dict[str, Tensor], tuple[int, int]]:
     """Loss and gradients of a step, and the bytes that the process's first stage puts out, and those planned."""
     with seat.groups(config.parallel) as groups:
-        engine, sent = Engine(config, groups), []
+        engine = Engine(config, groups)
+        sent = []
         engine.stages[0].register_forward_hook(lambda _, __, out: sent.append(out.output.nbytes))
         batches = micro_batches(config)
         loss = engine.forward_backward(batches).mean.item()

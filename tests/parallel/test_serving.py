@@ -91,7 +91,8 @@ def whole_model(config: ModelConfig) -> LanguageModel:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_writes_what_one_process_writes(layout: str, tied: bool) -> None:
-    model, parallel = model_config(tied), LAYOUTS[layout]
+    model = model_config(tied)
+    parallel = LAYOUTS[layout]
     expected = list(islice(continued(reader(whole_model(model)), Prompts.of(PROMPTS), SAMPLING), 10))
     assert len({token for step in expected for token in step}) > 5
     found = run_distributed(written, parallel.tensor * parallel.pipeline, model, parallel)
@@ -103,7 +104,8 @@ def test_every_rank_writes_what_one_process_writes(layout: str, tied: bool) -> N
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_measures_what_one_process_measures(layout: str, tied: bool) -> None:
     """To the rounding of float64, as products and sums are added up in another order."""
-    model, parallel = model_config(tied), LAYOUTS[layout]
+    model = model_config(tied)
+    parallel = LAYOUTS[layout]
     expected = measured(reader(whole_model(model)))
     assert len(expected.deviations) == 3 * 3  # layers with a recurrent state, and positions
     for found in run_distributed(measured_among, parallel.tensor * parallel.pipeline, model, parallel):

@@ -104,9 +104,11 @@ def both(seat: Seat, model: ModelConfig, parallel: ParallelConfig) -> tuple[list
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_every_rank_reads_what_one_process_reads(name: str, layout: str) -> None:
     """Prompts of unequal length in pieces of every kind, the states after them, and all that is measured of rows."""
-    model, parallel = READ[name], LAYOUTS[layout]
+    model = READ[name]
+    parallel = LAYOUTS[layout]
     alone = reader(whole_model(model))
-    expected, expected_rows = written(alone), measured(alone)
+    expected = written(alone)
+    expected_rows = measured(alone)
     assert len({token for one in expected for step in one.tokens for token in step}) >= 5
     for found, found_rows in run_distributed(both, parallel.model_ranks, model, parallel, timeout_s=300):
         same_texts(found, expected, states=parallel.tensor == 1)
@@ -165,7 +167,8 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
     """By any rank, of what the test above looks at."""
     model = READ["attention"]
     alone = reader(whole_model(model))
-    expected, rows = written(alone), measured(alone)
+    expected = written(alone)
+    rows = measured(alone)
     seen = 0
     for found, found_rows in run_distributed(faulty, 2, fault, model, timeout_s=300):
         for compare, given in ((same_texts, (found, expected)), (same_rows, (found_rows, rows))):

@@ -32,7 +32,11 @@ from hybridtron.parallel.pool import Seat
 from tests.conftest import serving
 from tests.distributed import run_distributed
 
-STEPS, LANES, ROWS, LENGTH, VOCABULARY = 20, 8, 2, 16, 32
+STEPS = 20
+LANES = 8
+ROWS = 2
+LENGTH = 16
+VOCABULARY = 32
 LR = 1e-2
 LAYERS = {
     "M": {"kind": "mamba", "state": 4},
@@ -110,7 +114,8 @@ def losses(seat: Seat, config: Config, swapped: bool = False) -> list[float]:
 
 
 def started(config: Config, groups: Groups) -> Engine:
-    engine, own = Engine(config, groups), LANES // groups.data_size
+    engine = Engine(config, groups)
+    own = LANES // groups.data_size
     engine.start_phase(0, range(groups.data_rank * own, (groups.data_rank + 1) * own))
     return engine
 
@@ -156,7 +161,8 @@ def resumed(
     All of it is the same bit for bit when the other layout writes it again.
     """
     layouts = LAYOUTS | ROW_LAYOUTS
-    (first, ranks), (second, other_ranks) = layouts[before], layouts[after]
+    (first, ranks) = layouts[before]
+    (second, other_ranks) = layouts[after]
     run_distributed(first_steps, ranks, configured(first), tmp / "a")
     found = run_distributed(further_steps, other_ranks, configured(second), tmp / "a", tmp / "b")
     held, again = (newest(tmp / folder) for folder in ("a", "b"))

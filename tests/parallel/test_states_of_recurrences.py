@@ -110,7 +110,8 @@ def losses_without(seat: Seat, config: Config, layer: int) -> list[float]:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_every_state_counts() -> None:
-    config, expected = recurrences(StateMode.tbtt, ParallelConfig()), of_one_process(StateMode.tbtt)
+    config = recurrences(StateMode.tbtt, ParallelConfig())
+    expected = of_one_process(StateMode.tbtt)
     for layer in range(CARRYING):
         (found,) = run_distributed(losses_without, 1, config, layer)
         apart = max(abs(one - other) / other for one, other in zip(found, expected, strict=True))

@@ -19,7 +19,8 @@ from hybridtron.planning.memory import plan
 from tests.distributed import run_distributed
 from tests.parallel.test_states import LANES, LAYOUTS, LENGTH, LR, ROWS, VOCABULARY, config_of
 
-STEPS, CHUNKS = 3, 2
+STEPS = 3
+CHUNKS = 2
 ALONE = ParallelConfig()
 
 
@@ -67,7 +68,8 @@ def lanes_of(data_rank: int, data_size: int) -> range:
 def trained(seat: Seat, config: Config) -> tuple[list[float], dict[str, Tensor], tuple[int, int]]:
     """The loss of each step, the last gradients on the first rank, and bytes carried: of tensors, and as planned."""
     with seat.groups(config.parallel) as groups:
-        engine, losses = Engine(config, groups), []
+        engine = Engine(config, groups)
+        losses = []
         lanes = lanes_of(groups.data_rank, groups.data_size)
         engine.start_phase(0, lanes)
         for step in range(STEPS):
@@ -114,7 +116,8 @@ def test_losses_and_gradients_are_those_of_whole_rows(layout: str) -> None:
 def restarted(seat: Seat, config: Config, lane: int) -> tuple[list[int | None], dict[int, Any]]:
     """A lane's state in the last stage's last layer is broken: how often lanes restarted, and which hold states."""
     with seat.groups(config.parallel) as groups:
-        engine, counts = Engine(config, groups), []
+        engine = Engine(config, groups)
+        counts = []
         lanes = lanes_of(groups.data_rank, groups.data_size)
         engine.start_phase(0, lanes)
         carrier = engine.carrier

@@ -70,7 +70,8 @@ class StandIn(nn.Module):
 
 class DelayedScaling:
     def __init__(self, amax_history_len: int, amax_compute_algo: str) -> None:
-        self.length, self.algorithm = amax_history_len, amax_compute_algo
+        self.length = amax_history_len
+        self.algorithm = amax_compute_algo
 
 
 class Float8CurrentScaling:
@@ -179,7 +180,8 @@ def test_greatest_values_are_shared_within_a_group_also_of_one(alone: Groups, mo
     """The package takes None for all processes, those of the other stages of a pipeline among them."""
     from megatron.core import parallel_state
 
-    entered, forward = [], StandIn.forward
+    entered = []
+    forward = StandIn.forward
 
     def watched(self: StandIn, x: torch.Tensor) -> torch.Tensor:
         entered.extend(region["group"] for region in REGIONS)
@@ -230,7 +232,8 @@ def test_text_is_generated_in_bf16(alone: Groups) -> None:
 @pytest.mark.usefixtures("install")
 def test_a_region_is_open_for_the_whole_step(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that histories move on once, whatever the number of micro-batches."""
-    depths, forward = [], StandIn.forward
+    depths = []
+    forward = StandIn.forward
 
     def watched(self: StandIn, x: torch.Tensor) -> torch.Tensor:
         depths.append(len(REGIONS))
@@ -264,8 +267,10 @@ def test_statistics_are_in_checkpoints_under_the_emulations_names(alone: Groups)
     """Views, so that what is read into them is in its place; also before the first step."""
     emulated = config_of(Precision.fp8_delayed)
     emulated.precision.emulate = True
-    engine, other = Engine(config_of(Precision.fp8_delayed), alone), Engine(emulated, alone)
-    blocks, theirs = engine.blocks()["fp8"], other.blocks()["fp8"]
+    engine = Engine(config_of(Precision.fp8_delayed), alone)
+    other = Engine(emulated, alone)
+    blocks = engine.blocks()["fp8"]
+    theirs = other.blocks()["fp8"]
     assert {(block.key, block.global_shape) for block in blocks} == {(one.key, one.global_shape) for one in theirs}
     for number, block in enumerate(blocks):
         block.data.fill_(number + 1.0)

@@ -59,7 +59,9 @@ CASES = [
 @pytest.mark.parametrize(("case", "options"), CASES)
 def test_gathered_state_is_that_of_one_process(case: Case, options: dict[str, bool], tmp_path: Path) -> None:
     parallel = replace(case.config.parallel, **options)
-    config, several, one = replace(case.config, parallel=parallel), tmp_path / "several", tmp_path / "one"
+    config = replace(case.config, parallel=parallel)
+    several = tmp_path / "several"
+    one = tmp_path / "one"
     first, *others = run_distributed(state_after, case.world_size, config, several)
     alone = replace(case.config, parallel=ParallelConfig(distributed_optimizer=False))
     (expected,) = run_distributed(state_after, 1, alone, one)

@@ -154,7 +154,9 @@ def test_attention_stands_where_mamba2attn_has_it():
 @pytest.mark.parametrize(("recipe", "parameters"), HYBRIDS.items())
 def test_hybrids_by_hand(recipe, parameters):
     model = recipe_config(recipe).model
-    counted, width, heads = count(model, 4096), model.width, model.width // 128
+    counted = count(model, 4096)
+    width = model.width
+    heads = model.width // 128
     kinds = [layer.kind for layer in counted.layers]
     kind = "gated_deltanet" if recipe.startswith("gdn") else "kda"
     assert kinds == [*[kind, "swiglu"] * 3, "attention", "swiglu"] * (len(kinds) // 8)
@@ -166,7 +168,8 @@ def test_hybrids_by_hand(recipe, parameters):
         # and from there to 128 each a head; the heads' norm
         delta = width + heads * (512 * width + 4 * 384 + width + 129 + 2 * 128**2) + 2 * 128 * width + 128
     hidden = width * 11 // 4 if kind == "gated_deltanet" else width * 13 // 4
-    attention, mlp = width + 4 * width**2, width + 3 * width * hidden
+    attention = width + 4 * width**2
+    mlp = width + 3 * width * hidden
     groups = len(kinds) // 8 * (3 * delta + attention + 4 * mlp)
     assert counted.parameters == groups + width + 2 * 32000 * width == parameters
 
@@ -214,13 +217,17 @@ def test_mamba2_flops_by_hand():
 @pytest.mark.parametrize(("recipe", "parameters"), MAMBA3.items())
 def test_mamba3_beside_windows_by_hand(recipe, parameters):
     model = recipe_config(recipe).model
-    counted, width, heads = count(model, 4096), model.width, model.width // 32  # 64 channels, of twice the width
+    # 64 channels, of twice the width
+    counted = count(model, 4096)
+    width = model.width
+    heads = model.width // 32
     kinds = [layer.kind for layer in counted.layers]
     assert kinds == ["mamba3", "swiglu", "attention", "swiglu"] * (len(kinds) // 4)
     # norm; z, x and out; dt, A, trap; B and C; 32 angles; dt_bias and D, biases of B and C; norms of B and C, and of y
     mamba = width + 6 * width**2 + 3 * heads * width + 2 * 128 * width + 32 * width
     mamba += 2 * heads + 2 * heads * 128 + 2 * 128 + 2 * width
-    attention, mlp = width + 4 * width**2, width + 3 * width * (width * 8 // 3)
+    attention = width + 4 * width**2
+    mlp = width + 3 * width * (width * 8 // 3)
     assert counted.parameters == len(kinds) // 4 * (mamba + attention + 2 * mlp) + width + 32000 * width == parameters
 
 
@@ -230,7 +237,9 @@ def test_mamba3_flops_by_hand():
     (mamba,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
     # in 8 -> z 16, x 16, dt 4, A 4, trap 4, B 6, C 6, one angle; out 16 -> 8
     assert mamba.flops["projections"] == 2 * (8 * (16 + 16 + 4 + 4 + 4 + 6 + 6 + 1) + 16 * 8)
-    inside, through_state = 128**2 * (6 + 4), 2 * 128 * 6 * 4  # C B^T and its product with x; B x^T, and C h
+    # C B^T and its product with x; B x^T, and C h
+    inside = 128**2 * (6 + 4)
+    through_state = 2 * 128 * 6 * 4
     assert mamba.flops["ssd"] * 128 == 4 * 2 * (inside + through_state)
     assert mamba.flops["turns"] == 4 * 2 * 6  # a pair of B and one of C
 
@@ -242,8 +251,12 @@ def test_gated_deltanet_flops_by_hand():
     # in 8 -> q 6, k 6, v 8, z 8, a 4 and b 4; out 8 -> 8
     assert delta.flops["projections"] == 2 * (8 * (6 + 6 + 8 + 8 + 4 + 4) + 8 * 8)
     assert delta.flops["conv"] == 2 * 4 * (6 + 6 + 8)
-    scores, solved = 2 * 64**2 * 3, 64**3 / 3 + 64**2 * (3 + 2)  # of k k^T and q k^T; the inverse, by k and by v
-    read, through_state = 64**2 * 2, 3 * 64 * 3 * 2  # scores by what is written; state by k and q, k by what is written
+    # of k k^T and q k^T; the inverse, by k and by v
+    scores = 2 * 64**2 * 3
+    solved = 64**3 / 3 + 64**2 * (3 + 2)
+    # scores by what is written; state by k and q, k by what is written
+    read = 64**2 * 2
+    through_state = 3 * 64 * 3 * 2
     assert delta.flops["gated_deltanet"] * 64 == pytest.approx(4 * 2 * (scores + solved + read + through_state))
 
 
@@ -270,7 +283,8 @@ def test_attention_flops_are_those_of_the_visible_pairs(seq_len, window):
 
 
 def test_totals_are_sums():
-    tied, untied = count(TINY, 7), count(dataclasses.replace(TINY, tie_embeddings=False), 7)
+    tied = count(TINY, 7)
+    untied = count(dataclasses.replace(TINY, tie_embeddings=False), 7)
     assert tied.head_flops == untied.head_flops == 2 * 8 * 11  # a tied head is a matrix product all the same
     assert untied.parameters - tied.parameters == 8 * 11
     assert tied.forward_flops == pytest.approx(sum(tied.flops_by_part.values()))

@@ -65,7 +65,9 @@ def test_one_process_holds_the_whole_model():
         if phase.settings.adapters is not None or arch.carries_embedding:
             continue  # frozen weights have no gradients, and shared blocks keep the embedding too
         (rank,) = made.ranks
-        held, model, value = rank.memory, config.model, 4 if config.precision.name == "fp32" else 2
+        held = rank.memory
+        model = config.model
+        value = 4 if config.precision.name == "fp32" else 2
         assert (held.states > 0) == (phase.states.mode is not StateMode.zero)
         weights = parameter_table(model).values()
         in_fp32 = sum(weight.size for weight in weights if weight.fp32)
@@ -418,12 +420,15 @@ def test_virtual_stages_count_what_runs_together():
 def test_seconds_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch):
     """By products, streams and updates; and as it is: so small a step takes as long as launching its sub-layers."""
     config, made = planned(2, *TINY, "parallel.pipeline=2")
-    gpu, counted = GPUS["h100"], count(config.model, 16)
+    gpu = GPUS["h100"]
+    counted = count(config.model, 16)
     of_layers = [
         3 * layer.flops["projections"] / 600e12 + 3.5 * layer.flops.get("attention", 0) / 300e12
         for layer in counted.layers
     ]
-    tokens, border = 2 * 16, 8 * 2 * 16 * 2 / 360e9  # of one micro-batch: a stream of bf16, sent once by each rank
+    # of one micro-batch: a stream of bf16, sent once by each rank
+    tokens = 2 * 16
+    border = 8 * 2 * 16 * 2 / 360e9
     passes = [tokens * of_layers[0] + border, tokens * (sum(of_layers[1:]) + 3 * 2 * 8 * 16 / 600e12) + border]
     once = [  # the tied embedding's gradient; the optimizer's state read and written, gradients and weights read
         4 * 16 * 8 / 360e9 + (2 * rank.memory.optimizer + rank.memory.gradients + rank.memory.weights) / (0.85 * 3350e9)

@@ -10,7 +10,8 @@ from hybridtron.planning.count import count
 from hybridtron.planning.share_balance import Spans, imbalance, keys_seen, token_costs
 from hybridtron.planning.step_seconds import count_of_last_share
 
-LENGTH, SHARES = 64, 4
+LENGTH = 64
+SHARES = 4
 ROWS = {
     "one document": [(0, 64)],
     "at a cut": [(0, 16), (16, 64)],

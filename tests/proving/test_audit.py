@@ -135,7 +135,8 @@ def test_every_recipe_made_small_keeps_its_shape_and_fits_a_layout(recipe: str) 
     layout = Layout(tensor=1 if uncuttable(config.model, 2) else 2, sequence=True, pipeline=2)
     small = shrunk(replace(config, parallel=layout.on(config.parallel)), data=1)
     assert check(small) == []
-    before, after = architecture(config.model), architecture(small.model)
+    before = architecture(config.model)
+    after = architecture(small.model)
     assert after.letters == before.letters
     assert [type(spec) for spec in after.specs] == [type(spec) for spec in before.specs]
     heads = [[(getattr(s, "heads", 0), getattr(s, "kv_heads", 0)) for s in a.specs] for a in (before, after)]

@@ -75,7 +75,8 @@ def test_steps_since_a_start_are_distinguished_from_those_before(tmp_path: Path)
 
 
 def test_damage_changes_what_it_is_given() -> None:
-    draw, stored = random.Random(0), b"some bytes"
+    draw = random.Random(0)
+    stored = b"some bytes"
     assert len(flipped(bytearray(stored), draw)) == len(stored)
     assert flipped(bytearray(stored), draw) != stored
     assert stored.startswith(truncated(bytearray(stored), draw))

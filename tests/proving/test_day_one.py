@@ -28,7 +28,8 @@ def parsed(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
         files = [word for word in command if word.endswith(".py")]
         assert all((Path(__file__).parents[2] / file).is_file() for file in files)
         return "pytest"
-    name, arguments = command[3], list(command[4:])
+    name = command[3]
+    arguments = list(command[4:])
     if name == "train":
         assert check(load(arguments), 1) == []
     elif name == "check" and arguments[0] == "gpu":

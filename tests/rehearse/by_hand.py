@@ -32,7 +32,8 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) 
 
 
 def elementwise() -> None:
-    x, y = tensor(1000), tensor(1000)
+    x = tensor(1000)
+    y = tensor(1000)
     _ = x * y  # 2 read, 1 written
     x.mul_(y)  # 2 read, 1 written
     x.zero_()  # 1 written
@@ -42,18 +43,22 @@ def elementwise() -> None:
 
 
 def cast_and_pick() -> None:
-    x, table = tensor(1000), tensor(5000, 8)
+    x = tensor(1000)
+    table = tensor(5000, 8)
     _ = x.bfloat16()  # 4 bytes read and 2 written of each
     _ = functional.embedding(torch.zeros(3, dtype=torch.int64, device="cuda"), table)
 
 
 def product() -> None:
-    a, b = tensor(30, 40, dtype=torch.bfloat16, grad=True), tensor(40, 50, dtype=torch.bfloat16, grad=True)
+    a = tensor(30, 40, dtype=torch.bfloat16, grad=True)
+    b = tensor(40, 50, dtype=torch.bfloat16, grad=True)
     (a @ b).sum().backward()  # 2 x 30 x 40 x 50, three times
 
 
 def added_up() -> None:
-    a, b, total = tensor(30, 40, dtype=torch.bfloat16), tensor(40, 50, dtype=torch.bfloat16), tensor(30, 50)
+    a = tensor(30, 40, dtype=torch.bfloat16)
+    b = tensor(40, 50, dtype=torch.bfloat16)
+    total = tensor(30, 50)
     torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # all three read, the sum written
 
 
@@ -107,8 +112,10 @@ def run_again() -> None:
 
 def sent() -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
-    calls, census = process.collectives.begin(current[0]), current[0]
-    x, whole = tensor(1600), tensor(1600 * 16)
+    calls = process.collectives.begin(current[0])
+    census = current[0]
+    x = tensor(1600)
+    whole = tensor(1600 * 16)
     dist.all_reduce(x)
     dist.all_gather_into_tensor(whole, x)
     handle = dist.reduce_scatter_tensor(x, whole, async_op=True)

@@ -46,7 +46,8 @@ def before_each_mlp(plant: Callable[[Any], Any]) -> Iterator[None]:
 
 @contextmanager
 def without_the_kernel() -> Iterator[None]:
-    known, swiglu.implementations = swiglu.implementations, (RECOMPUTED,)
+    known = swiglu.implementations
+    swiglu.implementations = (RECOMPUTED,)
     try:
         yield
     finally:

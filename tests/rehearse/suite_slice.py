@@ -14,7 +14,9 @@ from hybridtron.rehearse import suite
 from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 if __name__ == "__main__":
-    path, slices, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    path = Path(sys.argv[1])
+    slices = int(sys.argv[2])
+    seconds = float(sys.argv[3])
     records = suite.SuiteRecords(path)
     cases = suite.slice_of(suite.all_cases(), 0, slices, suite.code_digest())
     todo = suite.missing(cases, records)

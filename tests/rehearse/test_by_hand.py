@@ -99,7 +99,8 @@ def test_what_runs_again_is_counted_in_the_backward_pass(seen: dict[str, Seen]) 
 
 
 def test_bytes_that_are_sent(seen: dict[str, Seen]) -> None:
-    shard, whole = 4 * 1600, 4 * 1600 * 16
+    shard = 4 * 1600
+    whole = 4 * 1600 * 16
     assert seen["sent"]["sent"] == [
         ["all_reduce", 2 * shard * 15 // 16, 16, True, 0],
         ["all_gather_into_tensor", whole * 15 // 16, 16, True, 0],
@@ -119,7 +120,8 @@ def test_pairs_of_queries_and_keys(queries: int, keys: int, before: int) -> None
 def test_flex_attention_is_counted_by_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     monkeypatch.setattr(heard, "runs", lambda name, moved, flops, kind: counted.append(flops))
-    q_BHLK, k_BGSK = torch.empty(1, 4, 300, 16), torch.empty(1, 2, 400, 16)
+    q_BHLK = torch.empty(1, 4, 300, 16)
+    k_BGSK = torch.empty(1, 2, 400, 16)
     for window in (50, None):
         flex_kernel(window)(q_BHLK, k_BGSK, k_BGSK, block_mask=None, enable_gqa=True)
     products = 2 * 2 * 4 * 16  # two of them, over the channels of 4 heads

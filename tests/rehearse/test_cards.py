@@ -40,7 +40,8 @@ def test_what_was_measured_and_rehearsed() -> None:
 def test_flops_by_megatrons_formula() -> None:
     """Of a Llama: our causal attention is half of the row and the token itself."""
     config = load(["recipe=llama2_438m"])
-    length, model = config.phases[0].seq_len, config.model
+    length = config.phases[0].seq_len
+    model = config.model
     ours = count(model, length)
     attention = 3 * ours.flops_by_part["attention"]
     expected = ours.flops_per_token + attention * (2 * length / (length + 1) - 1)
@@ -66,7 +67,8 @@ def test_cards_of_what_was_measured_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cards, "choices_of", lambda _: ("llama2_438m",))
-    records, measured = tmp_path / "rehearse.jsonl", cards.measured_path("llama2_438m", tmp_path)
+    records = tmp_path / "rehearse.jsonl"
+    measured = cards.measured_path("llama2_438m", tmp_path)
     records.write_text(json.dumps(RECORD) + "\n" + json.dumps({**RECORD, "recipe": "samba_421m"}) + "\n")
     measured.parent.mkdir()
     measured.write_text(json.dumps({"resume_difference": 0.0}))

@@ -45,7 +45,8 @@ def test_each_version_has_its_rate(found: dict[str, Report]) -> None:
 
 def test_torchs_own_full_attention_is_one_kernel_too(found: dict[str, Report]) -> None:
     """A build without CUDA would make all scores."""
-    flash, own = found["flash"], found["torch's own"]
+    flash = found["flash"]
+    own = found["torch's own"]
     for value in ("launches", "bytes", "flops"):
         assert summed(own, value, "attention") == summed(flash, value, "attention") > 0
     assert own["memory"]["peak"] == pytest.approx(flash["memory"]["peak"], rel=NEAR)
@@ -57,7 +58,8 @@ def test_borders_of_documents_come_with_the_batch(found: dict[str, Report]) -> N
 
 
 def test_products_in_fp8_are_the_same_products(found: dict[str, Report]) -> None:
-    plain, eighth = found["laptop"], found["fp8"]
+    plain = found["laptop"]
+    eighth = found["fp8"]
     assert summed(eighth, "flops", "products") == summed(plain, "flops", "products")
     assert summed(eighth, "launches", "casts to FP8") > 0
     assert summed(plain, "launches", "casts to FP8") == 0

@@ -12,7 +12,8 @@ import pytest
 from hybridtron.planning.rates import GPUS, WAIT_S
 from hybridtron.rehearse.live import Change, Course
 
-BUILD, FORWARD = ("build", "a.py:1"), ("passes", "b.py:2")
+BUILD = ("build", "a.py:1")
+FORWARD = ("passes", "b.py:2")
 COURSE = Course(
     Counter({BUILD: 4 * 10**9}),
     [Change(1, FORWARD, 10**9), Change(1, FORWARD, 2 * 10**9), Change(3, FORWARD, -(10**9)), Change(3, BUILD, 10**8)],
@@ -35,8 +36,10 @@ def rehearsed() -> Any:
     from hybridtron.rehearse.step_time import PartTime, StepTime, Work
 
     operations = [Operation("forward", "a.py:1", "add", 10**9), Operation("backward", "b.py:2", "add", 10**9)]
-    passes, update = CountedPart(0, operations, [], [], []), CountedPart(2, operations[:1], [], [], [])
-    once, one = PartTime(exposed=0.25, waits=2), PartTime(exposed=0.5)
+    passes = CountedPart(0, operations, [], [], [])
+    update = CountedPart(2, operations[:1], [], [], [])
+    once = PartTime(exposed=0.25, waits=2)
+    one = PartTime(exposed=0.5)
     once.costs["update", "optimizer"].add(Work(1, 0, 0, 1.0))
     one.costs["forward", "products"].add(Work(1, 0, 0, 2.0))
     one.costs["backward", "products"].add(Work(1, 0, 0, 4.0))

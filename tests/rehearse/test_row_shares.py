@@ -52,7 +52,8 @@ def test_a_small_row_by_hand() -> None:
     """Two rows over four ranks: states in fp32 in rounds of 1, 1 and 2 ranks, halos of bf16, each there and back."""
     small = job("laptop", *LAYERS, "phases.0.seq_len=256")
     (report,) = rehearsed(small)
-    inner, rows = 128, 2
+    inner = 128
+    rows = 2
     there_and_back = 2 + 2 + 1  # rank 1 sends 2 ranks further, and gets no gradient from there
     mamba = 2 * inner * 8 * 4 * rows * there_and_back + 3 * inner * 2 * rows * 2
     mamba2 = (inner * 16 + inner // 32) * 4 * rows * there_and_back + 3 * (inner + 2 * 16) * 2 * rows * 2

@@ -69,7 +69,8 @@ def test_a_call_that_does_not_fit_is_seen() -> None:
 @pytest.fixture
 def modules() -> dict[str, ModuleType]:
     """Of all packages that can stand in, made and imported by nobody."""
-    finder, found = StandIns(list(WORKS)), {}
+    finder = StandIns(list(WORKS))
+    found = {}
     for name in finder.modules:
         spec = finder.find_spec(name)
         assert spec is not None
@@ -91,7 +92,8 @@ def test_the_stand_ins_have_the_parameters_of_the_packages(modules: dict[str, Mo
 
 def test_a_stand_in_refuses_a_call_that_does_not_fit(modules: dict[str, ModuleType]) -> None:
     conv = modules["causal_conv1d"].causal_conv1d_fn
-    x_BCL, weight_CW = torch.zeros(2, 8, 5), torch.zeros(8, 4)
+    x_BCL = torch.zeros(2, 8, 5)
+    weight_CW = torch.zeros(8, 4)
     assert conv(x_BCL, weight_CW, activation="silu").shape == x_BCL.shape
     with pytest.raises(TypeError, match="activated"):
         conv(x_BCL, weight_CW, activated="silu")
@@ -99,16 +101,27 @@ def test_a_stand_in_refuses_a_call_that_does_not_fit(modules: dict[str, ModuleTy
 
 def test_shapes_of_what_scans_give(modules: dict[str, ModuleType]) -> None:
     """As the packages' own descriptions of their results say."""
-    B, L, E, N, H, P, G = 2, 300, 8, 4, 3, 16, 1
+    B = 2
+    L = 300
+    E = 8
+    N = 4
+    H = 3
+    P = 16
+    G = 1
     scan = modules["mamba_ssm.ops.selective_scan_interface"].selective_scan_fn
-    per_channel, per_state = torch.zeros(B, L, E).transpose(1, 2), torch.zeros(B, N, L)
+    per_channel = torch.zeros(B, L, E).transpose(1, 2)
+    per_state = torch.zeros(B, N, L)
     y, last = scan(per_channel, per_channel, torch.zeros(E, N), per_state, per_state, return_last_state=True)
     assert (y.shape, last.shape) == ((B, E, L), (B, E, N))
     ssd = modules["mamba_ssm.ops.triton.ssd_combined"].mamba_chunk_scan_combined
-    x, dt, groups = torch.zeros(B, L, H, P), torch.zeros(B, L, H), torch.zeros(B, L, G, N)
+    x = torch.zeros(B, L, H, P)
+    dt = torch.zeros(B, L, H)
+    groups = torch.zeros(B, L, G, N)
     y, last = ssd(x, dt, torch.zeros(H), groups, groups, 256, return_final_states=True)
     assert (y.shape, last.shape) == ((B, L, H, P), (B, H, P, N))
-    flash, q, k = modules["flash_attn.cute.interface"], torch.zeros(B, L, 4, 16), torch.zeros(B, L, 2, 16)
+    flash = modules["flash_attn.cute.interface"]
+    q = torch.zeros(B, L, 4, 16)
+    k = torch.zeros(B, L, 2, 16)
     y, sums = flash.flash_attn_func(q, k, k, causal=True, window_size=(None, None))
     assert y.shape == q.shape
     assert sums is None

@@ -63,7 +63,8 @@ def assert_flops(report: Report, job: str) -> None:
     phase = largest_phase(load(JOBS[job][0]))
     parts = count(phase.model, phase.settings.seq_len).flops_by_part
     tokens = phase.settings.micro_batch * phase.settings.seq_len
-    products, attention = 3 * (parts["projections"] + parts["head"]) * tokens, parts.get("attention", 0) * tokens
+    products = 3 * (parts["projections"] + parts["head"]) * tokens
+    attention = parts.get("attention", 0) * tokens
     assert summed(report, "flops", "products") == products
     assert summed(report, "flops", "attention", "forward") == attention
     assert summed(report, "flops", "attention", "backward") == 2.5 * attention
@@ -98,7 +99,8 @@ def test_flops_are_those_that_are_counted_on_paper(reports: dict[str, Report]) -
 def test_memory_is_what_is_planned(reports: dict[str, Report]) -> None:
     """Alone the most is held at the loss, in stages in a backward pass; small tensors are left out of the plan."""
     for job, report in reports.items():
-        peak, total = report["memory"]["peak"], planned(job).memory.total
+        peak = report["memory"]["peak"]
+        total = planned(job).memory.total
         assert report["memory"]["planned"] == total
         assert abs(peak - total) < (0.002 if job == "alone" else 0.01) * peak, job
 
@@ -113,7 +115,8 @@ def test_kernels_are_compiled_and_none_spills(reports: dict[str, Report]) -> Non
 def test_the_tensor_ranks_send_what_is_planned(reports: dict[str, Report]) -> None:
     """In the four micro-batches of the rehearsed step; the plan leaves out the loss's scalars and uncut weights."""
     for job in ("first of four, four times", "last of four, four times"):
-        report, made = reports[job], planned(job)
+        report = reports[job]
+        made = planned(job)
         kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
         per_micro_batch = sent(report, *kinds, ranks=2, once=False) / 4
         assert per_micro_batch * report["micro_batches"] == pytest.approx(made.traffic.tensor, rel=0.03), job

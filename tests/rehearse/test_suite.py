@@ -89,7 +89,8 @@ def test_the_newest_record_holds(tmp_path: Path) -> None:
 
 
 def test_it_stops_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records, said = SuiteRecords(tmp_path / "records.jsonl"), []
+    records = SuiteRecords(tmp_path / "records.jsonl")
+    said = []
     monkeypatch.setattr(suite, "rehearse_case", lambda *_: {"peak": 1})
     todo = suite.missing([SMALL], records)
     nobody: Any = SimpleNamespace()
@@ -107,7 +108,8 @@ def test_what_fails_is_recorded_and_the_rest_is_rehearsed(tmp_path: Path, monkey
         return record(case, rank, 1)
 
     monkeypatch.setattr(suite, "rehearse_case", rehearse)
-    records, said = SuiteRecords(tmp_path / "records.jsonl"), []
+    records = SuiteRecords(tmp_path / "records.jsonl")
+    said = []
     nobody: Any = SimpleNamespace()
     assert suite.rehearse_all(nobody, suite.missing([SMALL], records), records, 60, said.append)
     assert [one.get("failed") for one in records.read().values()] == ["RuntimeError: no kernel for this", None]

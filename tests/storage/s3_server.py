@@ -197,14 +197,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(file.read_bytes(), fault, download)
 
     def _send(self, data: bytes, fault: str, download: bool) -> None:
-        etag, whole = hashlib.md5(data).hexdigest(), len(data)
+        etag = hashlib.md5(data).hexdigest()
+        whole = len(data)
         if fault == "flip":
             data = data[: whole // 2] + bytes([data[whole // 2] ^ 1]) + data[whole // 2 + 1 :]
         elif fault == "short":
             data = data[: whole // 2]
-        begin, end, status = 0, len(data), 200
+        begin = 0
+        end = len(data)
+        status = 200
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            begin, end = int(match[1]), min(int(match[2] or end - 1) + 1, end)
+            begin = int(match[1])
+            end = min(int(match[2] or end - 1) + 1, end)
             status = 206
         self.send_response(status)
         if status == 206:

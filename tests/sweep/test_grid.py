@@ -27,7 +27,8 @@ def test_every_combination_is_a_run(tmp_path: Path) -> None:
     )
     assert len(sweep.runs) == 16
     assert sweep.axes == ("model.layers.W.window", "optim.spike", "run.seed")
-    first, last = sweep.runs[0], sweep.runs[-1]
+    first = sweep.runs[0]
+    last = sweep.runs[-1]
     assert first.name == "samba-window=32-spike=null-seed=0"
     assert first.settings == ("recipe=laptop", "model.layers.W.window=32", "optim.spike=null", "run.seed=0")
     assert last.name == "swa-window=64-spike=2.0-seed=1"

@@ -61,7 +61,8 @@ def test_table_1_tunes_the_best_of_each_at_its_own_rate(tmp_path: Path) -> None:
     runs = configs_of("chat", tmp_path)
     assert tuple(runs) == (*SIBLINGS, *(f"{name}-chat" for name in SIBLINGS))
     for name in SIBLINGS:
-        (_, before), (run, config) = runs[name], runs[f"{name}-chat"]
+        (_, before) = runs[name]
+        (run, config) = runs[f"{name}-chat"]
         assert (last_step(before), before.phases[0].seq_len, rate_after(before, 200)) == (10_000, 3072, 0)
         assert (run.start, run.best) == (name, True)
         assert config.model == before.model

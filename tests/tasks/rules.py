@@ -37,7 +37,8 @@ ESSAY = (  # golden/essay without line breaks; the sentence with a number of 7 d
 
 def passkey(entry: dict) -> Derived:
     """Exactly `length` bytes; the filler before the key ends with a sentence, that after it starts with one."""
-    key, depth = entry["drawn"]["key"], entry["drawn"]["depth"]
+    key = entry["drawn"]["key"]
+    depth = entry["drawn"]["depth"]
     first = (
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
         "I will quiz you about the important information there."
@@ -54,10 +55,12 @@ def passkey(entry: dict) -> Derived:
 
 def needle_prompt(entry: dict, context: str) -> Derived:
     """RULER's NIAH template: singular where one value is wanted."""
-    drawn, kind = entry["drawn"], entry["options"].get("values", "numbers")
+    drawn = entry["drawn"]
+    kind = entry["options"].get("values", "numbers")
     wanted = [value for key in drawn["asked"] for of, value in drawn["hidden"] if of == key]
     if len(wanted) == 1:
-        (key,), one = drawn["asked"], kind[:-1]
+        (key,) = drawn["asked"]
+        one = kind[:-1]
         return (
             (
                 f"A special magic {one} is hidden within the following text. Make sure to memorize it. I will quiz you "
@@ -94,14 +97,18 @@ def first_sentences(count: int) -> list[str]:
 
 def needles(entry: dict) -> Derived:
     """RULER's NIAH tasks, and one needle by depth."""
-    drawn, options = entry["drawn"], entry["options"]
+    drawn = entry["drawn"]
+    options = entry["options"]
     form = f"One of the special magic {options.get('values', 'numbers')} for %s is: %s."
     if options["haystack"] == "essay":
-        lines, joint = first_sentences(drawn["units"]), " "
+        lines = first_sentences(drawn["units"])
+        joint = " "
     elif options["haystack"] == "noise":
-        lines, joint = [GRASS] * drawn["units"], "\n"
+        lines = [GRASS] * drawn["units"]
+        joint = "\n"
     else:
-        lines, joint = [form % (key, value) for key, value in drawn["distractors"]], "\n"
+        lines = [form % (key, value) for key, value in drawn["distractors"]]
+        joint = "\n"
     for place, (key, value) in reversed(list(zip(drawn["places"], drawn["hidden"], strict=True))):
         lines.insert(place, form % (key, value))
     return needle_prompt(entry, joint.join(lines))
@@ -109,7 +116,9 @@ def needles(entry: dict) -> Derived:
 
 def variables(drawn: dict) -> Derived:
     """One text of variable tracking with one chain."""
-    (names,), (value,), (places,) = drawn["names"], drawn["values"], drawn["places"]
+    (names,) = drawn["names"]
+    (value,) = drawn["values"]
+    (places,) = drawn["places"]
     lines = [GRASS] * drawn["lines"]
     for link in range(len(names) - 1, -1, -1):
         lines.insert(
@@ -130,7 +139,8 @@ def variables(drawn: dict) -> Derived:
 
 def vt(entry: dict) -> Derived:
     """An example with names of 3 letters, a newline, and the text with names of 5 letters."""
-    example, main = entry["drawn"]["example"], entry["drawn"]["main"]
+    example = entry["drawn"]["example"]
+    main = entry["drawn"]["main"]
     assert [len(name) for name in example["names"][0] + main["names"][0]] == [3] * 5 + [5] * 5
     assert all(10000 <= one["values"][0] <= 99998 for one in (example, main))
     shown, answer, _ = variables(example)
@@ -171,7 +181,8 @@ def cwe(entry: dict) -> Derived:
 
 def fwe(entry: dict) -> Derived:
     """floor(N k^-2 / zeta(2)) words of rank k; rank 1 is dots; ranks 2 to 4 are wanted."""
-    text, number = entry["drawn"]["text"], entry["drawn"]["units"]
+    text = entry["drawn"]["text"]
+    number = entry["drawn"]["units"]
     ranked = Counter(text).most_common()
     kinds = (entry["length"] - 50) // 50
     expected = [int(number * 6 / math.pi**2 / rank**2) for rank in range(1, kinds + 1)]
@@ -231,14 +242,13 @@ def hotpotqa(entry: dict) -> Derived:
 
 def qa_synth(entry: dict) -> Derived:
     """The answer is read from the documents: of the person, or of the partner that the person's document names."""
-    drawn, person = entry["drawn"], entry["drawn"]["who"]
+    drawn = entry["drawn"]
+    person = entry["drawn"]["who"]
     who = person
     texts = " ".join(drawn["documents"])
     if entry["options"]["hops"] == 2:
-        who, person = (
-            f"the partner of {person}",
-            re.search(rf"The partner of {person} is ([A-Z]\w+ [A-Z]\w+)\.", texts)[1],
-        )
+        who = f"the partner of {person}"
+        person = re.search(rf"The partner of {person} is ([A-Z]\w+ [A-Z]\w+)\.", texts)[1]
     facts = {
         "profession": (f"What does {who} work as?", rf"{person} works as a (\w+)\."),
         "city": (f"Which city does {who} live in?", rf"{person} lives in (\w+)\."),
@@ -270,7 +280,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz$|.*"
 
 def copying(entry: dict) -> TokenRow:
     """`$ s | s .`, the copy and the period are learned; packed: back to back, the last one cut and not learned."""
-    tokens, mask = [], []
+    tokens = []
+    mask = []
     for string in entry["drawn"]["strings"]:
         tokens += [LETTERS.index(letter) for letter in f"${string}|{string}."]
         mask += [0] * (len(string) + 2) + [1] * (len(string) + 1)
@@ -309,7 +320,8 @@ def flattened(block: list | int) -> Iterator[int]:
 
 def mqar(entry: dict) -> tuple[list[int], list[int], list[int]]:
     """Pairs; later each key again, where its value is the target."""
-    drawn, length = entry["drawn"], entry["length"]
+    drawn = entry["drawn"]
+    length = entry["length"]
     tokens = [token for pair in zip(drawn["keys"], drawn["values"], strict=True) for token in pair]
     tokens += drawn["rest"]  # ids at the places without a key, zeros where keys belong
     targets = [-100] * length
@@ -317,7 +329,8 @@ def mqar(entry: dict) -> tuple[list[int], list[int], list[int]]:
         assert tokens[place] == 0
         assert place % 2 == 0
         assert 1 <= key < 4096 <= value < 8192
-        tokens[place], targets[place] = key, value
+        tokens[place] = key
+        targets[place] = value
     return tokens, [int(target != -100) for target in targets], targets
 
 

@@ -27,7 +27,8 @@ SENTENCES = {
 
 def babilong_sample(task: str, entry: dict) -> tuple[str, str, list[str]]:
     """Prompt, answer, outputs."""
-    story, drawn = task.removeprefix("babilong_"), entry["drawn"]
+    story = task.removeprefix("babilong_")
+    drawn = entry["drawn"]
     sentences: list[str] = []
     words = drawn["units"]
     while words > 0:

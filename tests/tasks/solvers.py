@@ -105,7 +105,8 @@ class Reader:
     def _read(self, fact: dict[str, str]) -> None:
         person = fact["person"]
         if "place" in fact:
-            self.place[person], self.last[person] = fact["place"], (True, {fact["place"]})
+            self.place[person] = fact["place"]
+            self.last[person] = (True, {fact["place"]})
         elif "at" in fact:
             self.last[person] = ("negation" not in fact, {fact["at"]})
         elif "one" in fact:
@@ -127,7 +128,8 @@ class Reader:
 def babilong(prompt: str) -> str:
     """The bare answer to the question after the context."""
     text, question = prompt.split("<context>\n")[1].split("\n</context>\n\nQuestion: ")
-    reader, words = Reader(text), re.findall(r"\w+", question)
+    reader = Reader(text)
+    words = re.findall(r"\w+", question)
     if words[0] == "Where" and words[1] == "was":
         trail = reader.trail[words[3]]
         assert trail[-1] == words[-1]

@@ -58,7 +58,8 @@ def how_long(task: Task, length: int) -> int:
 
 def test_noise_is_fitted_to_the_line() -> None:
     """330 bytes of template and needle, 128 to generate: 90 for each further line and its newline."""
-    task, lengths = named("niah_single_1"), (700, 789, 790, 791, 879, 880)
+    task = named("niah_single_1")
+    lengths = (700, 789, 790, 791, 879, 880)
     units = [fitted(task, ByteTokens(), length) for length in lengths]  # type: ignore[arg-type]
     assert units[-1] - units[0] == 2
     assert sorted(units) == units

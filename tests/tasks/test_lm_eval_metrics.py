@@ -25,7 +25,8 @@ JOINTS = [" ", "\n", "\t", "\x01", ", ", "", ". "]
 def continuations() -> list[tuple[str, list[str]]]:
     """Each with what is wanted of it."""
     pytest.importorskip("lm_eval")
-    rng, found = random.Random(0), []
+    rng = random.Random(0)
+    found = []
     for number in range(100):
         wanted = rng.sample(WORDS, rng.randint(1, 4))
         parts = rng.sample(wanted, rng.randint(0, len(wanted))) + rng.sample(WORDS, rng.randint(0, 3))

@@ -38,7 +38,8 @@ def documents(folder: TokenFolder, split: str, source: str) -> list[tuple[list[i
 )
 def test_samples_and_masks_are_the_task_s(task: str, length: int, options: list[str], tmp_path: Path) -> None:
     assert main([*COMMAND, task, *options, "--length", str(length), "--output", str(tmp_path / "made")]) == 0
-    folder, made = TokenFolder.open(tmp_path / "made"), named(task, options)
+    folder = TokenFolder.open(tmp_path / "made")
+    made = named(task, options)
     assert folder.manifest.eos == made.num_tokens
     assert folder.manifest.vocab_size == made.num_tokens + 1
     for split, seed, count in (("validation", 3, 12), ("train", training_seed(3), 40)):

@@ -173,7 +173,9 @@ def test_essays_of_held_out_documents(tmp_path: Path, monkeypatch: pytest.Monkey
     """Those of at least 20 words, and none of the training documents."""
     monkeypatch.chdir(tmp_path)  # where unpacked shards are cached
     tokenizer = train_tokenizer(["The sea is wide. A ship is small."] * 9, 300)
-    long, short, training = "The sea is wide. " * 6, "A ship is small.", "Never read this. " * 10
+    long = "The sea is wide. " * 6
+    short = "A ship is small."
+    training = "Never read this. " * 10
     ids = [[tokenizer.encode(text).ids] for text in (training, short, long)]
     splits = {"train": {"text": ids[0]}, "validation": {"text": [*ids[1], *ids[2]]}}
     write_folder(tmp_path / "data", splits, tokenizer.to_str(), 300, 0, {}, compression=compression)

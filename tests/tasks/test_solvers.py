@@ -68,7 +68,8 @@ def test_the_answer_to_another_sample_scores_chance(name: str) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_sample_depends_on_seed_index_and_length_alone(name: str) -> None:
-    task, length = task_of(name), LENGTHS.get(name, COMMON_LENGTHS)[0]
+    task = task_of(name)
+    length = LENGTHS.get(name, COMMON_LENGTHS)[0]
     first = task.sample(1, 2, BYTES, length)
     task.sample(3, 1, BYTES, length)
     assert task.sample(1, 2, BYTES, length) == first

@@ -22,7 +22,8 @@ def copied(seen: Sequence[int]) -> int:
     row = list(seen[start:])
     if 27 not in row:
         return -1
-    letters, copy = row[1 : row.index(27)], row[row.index(27) + 1 :]
+    letters = row[1 : row.index(27)]
+    copy = row[row.index(27) + 1 :]
     return [*letters, 28][len(copy)] if len(copy) <= len(letters) else -1
 
 
@@ -90,7 +91,9 @@ def test_a_reader_predicts_every_target(name: str) -> None:
 @pytest.mark.parametrize("name", READERS)
 def test_nothing_scores_0_and_a_guess_scores_chance(name: str) -> None:
     task, samples = made(name, 200)
-    random, right, asked = Random(1), 0.0, 0
+    random = Random(1)
+    right = 0.0
+    asked = 0
     for sample in samples:
         assert set(task.score_tokens(sample, [-1] * len(sample.tokens)).values()) == {0.0}
         assert set(task.score(sample, "").values()) == {0.0}
@@ -134,7 +137,8 @@ def test_padding_fills_a_row_and_changes_nothing_else() -> None:
 
 def test_short_gaps_of_mqar_are_likely() -> None:
     """With one pair, slot i of n is chosen with i^-0.99 / sum of all: the first of 31 with 0.2451."""
-    task, count = named("mqar", ["pairs=1"]), 1500
+    task = named("mqar", ["pairs=1"])
+    count = 1500
     expected = 1 / sum(i**-0.99 for i in range(1, 32))
     first = sum(task.sample(0, index, BYTES, 64).mask[2] for index in range(count))
     assert abs(first / count - expected) < 4 * math.sqrt(expected * (1 - expected) / count)
@@ -142,7 +146,8 @@ def test_short_gaps_of_mqar_are_likely() -> None:
 
 def test_noise_of_mqar_is_of_ids_of_its_own() -> None:
     """Pairs and slots hold no noise, the rest nothing else, and rows may be longer than the vocabulary."""
-    task, seen = named("mqar", ["vocabulary=16", "noise=3", "follows=true"]), set[int]()
+    task = named("mqar", ["vocabulary=16", "noise=3", "follows=true"])
+    seen = set[int]()
     assert isinstance(task, TokenTask)
     assert task.num_tokens == 19
     for index in range(20):

@@ -59,7 +59,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 @contextmanager
 def happening(fault: str, owner: type, method: str, call: int) -> Iterator[None]:
     """The fault comes just before the so-manieth call of a method, counted from 1."""
-    original, calls = getattr(owner, method), []
+    original = getattr(owner, method)
+    calls = []
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
@@ -126,7 +127,8 @@ def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
     It is that of the token that comes next (of some token, where this rank holds a share of the vocabulary): -inf makes
     the loss infinite and leaves the gradients finite.
     """
-    original, seen = schedule._loss_of, []
+    original = schedule._loss_of
+    seen = []
 
     def loss_of(
         x_LBD: Tensor, model: LanguageModel, batch: Batch, chunks: int, z_loss: float, tensor: TensorGroup

@@ -49,7 +49,8 @@ def run(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_what_is_frozen_keeps_its_bits_and_has_no_moments(run: Path) -> None:
-    before, after = tensors(opened(run, 4)), tensors(opened(run, 8))
+    before = tensors(opened(run, 4))
+    after = tensors(opened(run, 8))
     weights = {key for key in after if key.startswith(("layers.", "embedding.", "norm."))}
     learned = {key for key in weights if is_adapter(key) or "conv" in key or "norm" in key or "embedding" in key}
     assert {key for key in weights if is_adapter(key)} == {
@@ -73,7 +74,8 @@ def test_merged_weights_compute_what_adapters_do(run: Path) -> None:
 
 
 def test_a_phase_with_the_same_adapters_continues_them(run: Path) -> None:
-    before, after = opened(run, 8), opened(run, 12)
+    before = opened(run, 8)
+    after = opened(run, 12)
     for key in (key for key in before.shapes if is_adapter(key) and key.startswith("layers.")):
         step = (after.whole(f"master.{key}") - before.whole(key)).abs().max()
         assert 0 < step < 0.05, key  # four steps at 1e-2, which does not hold where A starts from the seed
@@ -81,7 +83,9 @@ def test_a_phase_with_the_same_adapters_continues_them(run: Path) -> None:
 
 
 def test_adapters_that_end_are_merged(run: Path) -> None:
-    before, restart, after = opened(run, 12), opened(run, 13), opened(run, 17)
+    before = opened(run, 12)
+    restart = opened(run, 13)
+    after = opened(run, 17)
     key = "layers.2.mixer.kv.weight.v"
     A, B = (before.whole(f"master.layers.2.mixer.kv.adapter.{piece}.v") for piece in "AB")
     expected = before.whole(key).float() + 2.0 * B @ A
@@ -96,7 +100,8 @@ def test_a_run_stopped_anywhere_ends_as_one_that_was_not(train_small: Train, tmp
     for step in (4, 6, 8, 12, 14, 16, 20):
         assert train_small(PHASES, f"run.max_steps={step}") == 0
     assert losses(tmp_path / "run") == losses(run)
-    kept, expected = tensors(opened(tmp_path / "run", 20)), tensors(opened(run, 20))
+    kept = tensors(opened(tmp_path / "run", 20))
+    expected = tensors(opened(run, 20))
     assert kept.keys() == expected.keys()
     assert [key for key in kept if not torch.equal(kept[key], expected[key])] == []
 
@@ -107,8 +112,11 @@ def test_a_run_starts_from_weights_with_their_adapters_merged(
 ) -> None:
     given = folder_of(run, 8)
     assert train_small(f"run.weights={given}", f"phases.0.adapters={adapters}", "run.max_steps=1") == 0
-    key, moved = "layers.2.mixer.kv.weight.v", 0.0 if "preset" in adapters else 0.011  # by one step, unless frozen
-    started, expected = opened(tmp_path / "run", 1).whole(key), merged(opened(run, 8)).whole(key)
+    # by one step, unless frozen
+    key = "layers.2.mixer.kv.weight.v"
+    moved = 0.0 if "preset" in adapters else 0.011
+    started = opened(tmp_path / "run", 1).whole(key)
+    expected = merged(opened(run, 8)).whole(key)
     torch.testing.assert_close(started, expected, rtol=0, atol=moved)
 
 

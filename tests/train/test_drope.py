@@ -31,7 +31,8 @@ def test_a_phase_drops_the_positions(train_small: Train, tmp_path: Path, capsys:
     with_positions = {**config.model.layers, "W": {**config.model.layers["W"], "rope": {"base": 10000.0}}}
     config.model.layers = with_positions
     rotated = whole_model(checkpoint, config)
-    tokens_BL, nowhere = torch.randint(VOCAB, (2, 12)), torch.zeros(2, 12, dtype=torch.int64)
+    tokens_BL = torch.randint(VOCAB, (2, 12))
+    nowhere = torch.zeros(2, 12, dtype=torch.int64)
     with torch.no_grad():
         found = model(tokens_BL, None, SeqInfo.stream(2, 12)).output
         torch.testing.assert_close(found, rotated(tokens_BL, None, SeqInfo(nowhere)).output)
@@ -43,7 +44,8 @@ def test_an_evaluation_reads_with_self_extend(
 ) -> None:
     """What neighbours see is as ever; further away it differs. The page says how it was read."""
     assert train_small("model.layers.W.window=null", "phases.0.tokens=640") == 0
-    run, losses = str(tmp_path / "run"), {}
+    run = str(tmp_path / "run")
+    losses = {}
     for name, options in {"plain": [], "extended": ["--self-extend", "2,8"]}.items():
         common = ["--length", "2x", "--rows", "4", "--instruments", "positions", "--output", str(tmp_path / name)]
         assert evaluate.main([run, *common, *options]) == 0

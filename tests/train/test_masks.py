@@ -19,8 +19,11 @@ from hybridtron.data.batch import Batch
 from hybridtron.engine.engine import Engine
 from tests.train.conftest import small_run_arguments
 
-USER, ASSISTANT = [f"u{n}" for n in range(14)], [f"a{n}" for n in range(14)]
-BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
+USER = [f"u{n}" for n in range(14)]
+ASSISTANT = [f"a{n}" for n in range(14)]
+BOS = "<s>"
+EOS = "</s>"
+UNKNOWN = "<unk>"
 WORDS = [*USER, *ASSISTANT, UNKNOWN, BOS, EOS]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
@@ -32,7 +35,8 @@ STOP_AT = 7
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
     """A prepared folder of conversations; the two sides have no word in common, and only the assistant says eos."""
-    folder, draw = tmp_path / "tokenizer", random.Random(0)
+    folder = tmp_path / "tokenizer"
+    draw = random.Random(0)
     folder.mkdir()
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -63,7 +67,8 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 def test_the_loss_counts_what_the_assistant_says(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = torch.tensor([WORDS.index(word) for word in (*ASSISTANT, EOS)])
     counts: list[int] = []
-    original, stopping = Engine.forward_backward, [False]
+    original = Engine.forward_backward
+    stopping = [False]
 
     def noted(self: Engine, batches: list[Batch], step: int) -> Any:
         counts.append(sum(int(torch.isin(batch.labels_BL, said).sum()) for batch in batches))

@@ -56,7 +56,8 @@ def test_four_processes_then_two(tmp_path: Path) -> None:
         train(tmp_path / "moved", 2, store.url)
     assert "up" in output
     assert "75.0%" in output
-    whole, moved = losses(tmp_path / "four"), losses(tmp_path / "moved")
+    whole = losses(tmp_path / "four")
+    moved = losses(tmp_path / "moved")
     assert len(whole) == len(moved) == 20
     assert whole[-1] < 0.8 * whole[0]
     assert moved == pytest.approx(whole, rel=1e-5)

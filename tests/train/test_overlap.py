@@ -68,13 +68,15 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_overlap_changes_no_bit_of_what_a_run_leaves(layout: str, counting_folder: Path, tmp_path: Path) -> None:
     world_size, settings = LAYOUTS[layout]
-    plain, overlapped = tmp_path / "plain", tmp_path / "overlapped"
+    plain = tmp_path / "plain"
+    overlapped = tmp_path / "overlapped"
     for folder, overlap in ((plain, IN_TURN), (overlapped, ())):
         given = counting_folder, folder, (*settings, *overlap)
         stores = [Rendezvous() for _ in range(3)]
         run_distributed(runs_of, world_size, [one.variables for one in stores], *given, timeout_s=500)
     for name, checkpoints in (("whole", 3), ("resumed", 1), ("post_trained", 2)):
-        ours, theirs = tensors(overlapped / name), tensors(plain / name)
+        ours = tensors(overlapped / name)
+        theirs = tensors(plain / name)
         assert len({step for step, _ in ours}) == checkpoints
         assert ours.keys() == theirs.keys()
         assert [key for key in ours if not ours[key].equal(theirs[key])] == []

@@ -39,7 +39,8 @@ def outcome(run: Path) -> dict:
 def test_training_continues_after_an_export_that_fails(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, full = tmp_path / "run", OSError(28, "No space left on device")
+    run = tmp_path / "run"
+    full = OSError(28, "No space left on device")
     attempts = exporting(monkeypatch, full, full, full, None)
     assert train_small(PHASES) == 1
     assert attempts == [1, 2]  # at its own end, and at the end of the run

@@ -11,7 +11,8 @@ from hybridtron.parallel.context import ContextGroup, own_share
 from hybridtron.planning.count import count
 from hybridtron.train.phase_work import PhaseWork
 
-LENGTH, SHARES = 64, 2
+LENGTH = 64
+SHARES = 2
 FULL_ATTENTION = ["recipe=laptop", "model.pattern=F", "model.layers.F={kind: attention, heads: 4}"]
 
 
@@ -30,11 +31,13 @@ def work(*settings: str) -> PhaseWork:
 
 def test_imbalance_is_that_of_all_rows_of_a_step() -> None:
     """A token of a first half sees 1 to 32 keys, of a second 33 to 64, or as few where a document begins at the cut."""
-    first, second = sum(range(1, 33)), sum(range(33, 65))
+    first = sum(range(1, 33))
+    second = sum(range(33, 65))
     model = load(FULL_ATTENTION).model
     attention = count(model, LENGTH).layers[0].flops["attention"] / ((1 + LENGTH) / 2)  # for each key
     alike = 32 * (count(model, LENGTH).forward_flops - attention * (1 + LENGTH) / 2)
-    one, other = 2 * alike + 2 * first * attention, 2 * alike + (first + second) * attention
+    one = 2 * alike + 2 * first * attention
+    other = 2 * alike + (first + second) * attention
     shared = work(f"parallel.context={SHARES}")
     assert shared.imbalance([micro_batch(), micro_batch(32)]) == pytest.approx(other / ((one + other) / 2))
     assert shared.imbalance([micro_batch(32)]) == 1

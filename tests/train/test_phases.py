@@ -58,7 +58,8 @@ def test_a_run_stopped_in_any_phase_or_between_two_ends_as_one_that_was_not(
     for step in stops:
         assert train_small(CHAIN, f"run.max_steps={step}") == 0
     assert losses(run) == losses(whole)
-    kept, expected = tensors(run, 12), tensors(whole, 12)
+    kept = tensors(run, 12)
+    expected = tensors(whole, 12)
     assert kept.keys() == expected.keys()
     assert [key for key in kept if not torch.equal(kept[key], expected[key])] == []
 
@@ -96,7 +97,8 @@ def test_weights_of_another_run_and_an_export_at_the_end(train_small: Train, tmp
     other = f"{{name: other, tokens: 64, {SIZES}, lr: 1e-30, init_from: {whole}, export: custom}}"
     assert train_small(f"phases=[{own},{other}]") == 0
     run = tmp_path / "run"
-    ours, theirs = tensors(run, 2), tensors(whole, 12)
+    ours = tensors(run, 2)
+    theirs = tensors(whole, 12)
     assert all(torch.allclose(ours[key], theirs[key], atol=1e-20) for key in ours if key.startswith("layers."))
     assert (run / "export" / "other" / "modeling_hybridtron.py").exists()
     shutil.rmtree(run / "export")

@@ -149,7 +149,8 @@ def test_a_branch_is_grown_beside_given_weights(
     assert "sparse.gate is new in layers 0, 4 and starts as Constant(value=0.0)" in said
     assert "sparse_qk.weight is new in layers 0, 4 and starts as a copy of x_proj.weight.B and x_proj.weight.C" in said
     before, after = (Checkpoint.open(folder_of(tmp_path / name, step)) for name, step in (("run", 2), ("grown", 1)))
-    held, grown = weights(before.folder), weights(after.folder)
+    held = weights(before.folder)
+    grown = weights(after.folder)
     assert same(held, {key: grown[key] for key in held})
     for ours, theirs in (("k", "B"), ("q", "C")):
         assert torch.equal(

@@ -33,7 +33,8 @@ def requests(environment: dict[str, str] | None = None, max_minutes: float | Non
 def test_a_signal_ends_the_run_with_a_checkpoint_from_which_it_resumes(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, ten = tmp_path / "run", "run.max_steps=10"
+    run = tmp_path / "run"
+    ten = "run.max_steps=10"
     assert train_small(f"run.dir={tmp_path / 'whole'}", ten) == 0
     with happening("SIGINT", Engine, "forward_backward", 7):
         assert train_small(ten) == 75
@@ -112,7 +113,8 @@ def test_ranks_stop_for_what_any_of_them_found() -> None:
 def test_time_for_a_checkpoint_and_two_steps_is_kept_back() -> None:
     asked = requests(max_minutes=1.0)
     assert asked.reserve == 0
-    asked.longest_save, asked.longest_step = 30.0, 10.0
+    asked.longest_save = 30.0
+    asked.longest_step = 10.0
     assert asked.reserve == 50
     assert asked.agreed(alone) is None
     asked.longest_step = 16.0
@@ -138,7 +140,8 @@ def test_only_a_launcher_that_was_there_can_be_gone(monkeypatch: pytest.MonkeyPa
     python = os.getpid()
     monkeypatch.setattr(launcher, "PARENT", python)
     monkeypatch.setattr(os, "getppid", lambda: python)
-    launched, by_hand = requests({"TORCHELASTIC_RUN_ID": "x"}), requests()
+    launched = requests({"TORCHELASTIC_RUN_ID": "x"})
+    by_hand = requests()
     assert launched.agreed(alone) is None
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert launched.agreed(alone) == "its launcher is gone"

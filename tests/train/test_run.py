@@ -67,7 +67,8 @@ def test_learns_and_leaves_what_the_design_says(train_small: Train, tmp_path: Pa
 
 def test_resume_continues_bit_identically(train_small: Train, tmp_path: Path) -> None:
     assert train_small() == 0
-    straight, losses = tmp_path / "run", [line["loss"] for line in metrics_of(tmp_path / "run")]
+    straight = tmp_path / "run"
+    losses = [line["loss"] for line in metrics_of(tmp_path / "run")]
     straight.rename(tmp_path / "straight")
     assert train_small("run.max_steps=7") == 0
     assert train_small() == 0
@@ -296,7 +297,8 @@ def test_chunks_of_a_lane_make_one_step(train_small: Train, tmp_path: Path) -> N
 
 
 def test_each_step_decays_by_its_share_of_the_peak(train_small: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, step = [], Engine.step
+    taken = []
+    step = Engine.step
 
     def recorded(engine: Engine, lr: float, weight_decay: float) -> tuple[float, bool]:
         taken.append((lr, weight_decay))

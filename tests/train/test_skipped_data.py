@@ -54,7 +54,8 @@ def test_what_is_left_out_is_what_was_read(windows: list[tuple[int, int, int]], 
     found = SkippedData(windows)
     after = found.and_failed(phases, done, failed)
     for resolved in phases:
-        phase, start = resolved.index, resolved.start_step
+        phase = resolved.index
+        start = resolved.start_step
         read = [found.data_step(phase, step - start) for step in range(start, resolved.end_step)]
         again = [after.data_step(phase, step) for step in range(20)]
         before = min(max(done - start, 0), len(read))

@@ -29,7 +29,8 @@ from hybridtron.train.rollback import Diverged
 from tests.train.conftest import Train, small_run_arguments
 from tests.train.faults import happening, outcome_of, spoiled, train_ranks, trained
 
-STEPS, MICRO_BATCHES = 12, 2
+STEPS = 12
+MICRO_BATCHES = 2
 SHORT = f"run.max_steps={STEPS}"
 BACK = (SHORT, "optim.skips=3", "checkpoint.every=5", "run.eval_lengths=[1]")
 
@@ -66,7 +67,8 @@ def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
     with megatron_context():
         engine = Engine(config, process_groups.start(ParallelConfig(), launch=ProcessLaunch(0, 1)))
         phases = resolve(config)
-        loader, (stretch,) = build_loader(phases[0]), phases
+        loader = build_loader(phases[0])
+        (stretch,) = phases
         engine.start_phase(0, loader.lanes)
         carrier = engine.carrier
         for step in range(1, STEPS + 1):
@@ -152,7 +154,8 @@ def test_a_run_that_rolls_back_is_as_if_the_data_had_never_been(
     line = decisions(run)[-1]
     assert (line["step"], line["what"], line["to"], line["windows"]) == (9, "rolled back", 5, [[0, 5, 9]])
     assert [line["step"] for line in trained(run)] == list(range(1, STEPS + 1))
-    rolled_back, losses = final(run), [line["loss"] for line in trained(run)]
+    rolled_back = final(run)
+    losses = [line["loss"] for line in trained(run)]
     leaving_out(5, 9, monkeypatch)
     assert train_small(*BACK, setting, "run.resume=never") == 0
     assert same(rolled_back, final(run))
@@ -187,7 +190,8 @@ def test_a_run_that_has_rolled_back_twice_resumes_as_if_it_had_not_stopped(train
     faults = micro_batches(7, 8, 9, 11, 12, 13, 17)
     with spoiled(math.nan, faults):
         assert train_small(*BACK, "states.mode=tbtt") == 0
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    run = tmp_path / "run"
+    whole = tmp_path / "whole"
     assert [line["windows"] for line in decisions(run) if line["what"] == "rolled back"] == [[[0, 5, 9]], [[0, 5, 13]]]
     run.rename(whole)
     with spoiled(math.nan, faults), happening("SIGTERM", Engine, "forward_backward", 17):  # which is step 9
@@ -288,7 +292,8 @@ def test_what_two_ranks_left_out_one_process_leaves_out_too(
     layout: list[str], mode: str, train_small: Train, counting_folder: Path, tmp_path: Path
 ) -> None:
     """Also where the run rolls back on two ranks and is resumed on one."""
-    alone, ranks = tmp_path / "alone", tmp_path / "run"
+    alone = tmp_path / "alone"
+    ranks = tmp_path / "run"
     settings = ["optim.skips=2", "optim.eps=1e-4", f"states.mode={mode}"]
     with spoiled(math.nan, micro_batches(8, 9)):
         assert train_small(*settings, SHORT, f"run.dir={alone}") == 0
@@ -308,7 +313,8 @@ def test_a_run_whose_moments_are_no_numbers_rolls_back_instead_of_saving_them(
 
     An asynchronous checkpoint shows it one step later, and that of the last step before the run ends.
     """
-    step, taken = Engine.step, []
+    step = Engine.step
+    taken = []
 
     def poisoned(engine: Engine, *arguments: Any) -> tuple[float, bool]:
         taken.append(engine)

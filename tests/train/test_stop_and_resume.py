@@ -24,7 +24,9 @@ from tests.distributed import run_distributed
 from tests.train.conftest import small_run_arguments
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
-AFTERWARDS, EARLIEST, LATEST = 20, 3, 9
+AFTERWARDS = 20
+EARLIEST = 3
+LATEST = 9
 STEPS = LATEST + AFTERWARDS
 LAYOUTS = {
     "serial": (1, []),
@@ -120,7 +122,8 @@ def test_on_the_same_layout_nothing_shows(
     arguments = arguments_of(counting_folder, tmp_path / "run", mode)
     assert run(layout, arguments, stop) + run(layout, arguments) == rows
     assert losses(tmp_path / "run") == losses(undisturbed)
-    ours, theirs = newest(undisturbed), newest(tmp_path / "run")
+    ours = newest(undisturbed)
+    theirs = newest(tmp_path / "run")
     assert ours is not None
     assert theirs is not None
     assert ours.meta == theirs.meta
@@ -154,6 +157,7 @@ def test_on_another_layout_it_continues_alike(
     undisturbed, rows = clean(before, mode)
     arguments = arguments_of(counting_folder, tmp_path / "run", mode)
     assert run(before, arguments, stop) + run(after, arguments) == rows
-    found, expected = losses(tmp_path / "run"), losses(undisturbed)
+    found = losses(tmp_path / "run")
+    expected = losses(undisturbed)
     assert found[:stop] == expected[:stop]
     assert found[stop:] == pytest.approx(expected[stop:], rel=1e-5)

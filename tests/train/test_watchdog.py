@@ -109,7 +109,8 @@ def test_before_the_ranks_are_connected_the_record_of_an_earlier_start_is_replac
 def test_how_far_it_had_come_is_written_in_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a duration that no jump of the clock spoils."""
     failures = connected(tmp_path, 0)
-    failures.progress.step, failures.progress.loss = 5, math.nan
+    failures.progress.step = 5
+    failures.progress.loss = math.nan
     failures.progress.validation = {"1x": 2.5, "2x": math.inf}
     for step, files in ((10, ["manifest.json"]), (20, ["manifest.json"]), (30, [])):  # the last was never sealed
         (tmp_path / f"checkpoints/step-{step:08}").mkdir(parents=True)
@@ -161,7 +162,8 @@ def test_a_neighbour_that_is_stopped_or_gone_is_named(tmp_path: Path, sleeper: s
 
 def test_who_waited_lets_others_speak_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "GRACE_S", 120.0)
-    informed, other = Failures(tmp_path, 0), Failures(tmp_path, 1)
+    informed = Failures(tmp_path, 0)
+    other = Failures(tmp_path, 1)
     for one in (informed, other):
         one.places = [(HERE, os.getpid())] * 2
     threading.Timer(0.2, other.report, ("a bad disk", False)).start()

@@ -19,7 +19,8 @@ from hybridtron.storage.attempts import Patience
 from hybridtron.storage.cache import CacheOptions
 from tests.storage.s3_server import FakeS3, point_at, serve
 
-EOS, VOCAB = 0, 901
+EOS = 0
+VOCAB = 901
 
 
 def make_documents(count: int, seed: int = 0) -> list[np.ndarray]:

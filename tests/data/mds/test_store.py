@@ -21,7 +21,9 @@ from tests.data.mds import stores
 from tests.data.mds.stores import DOCUMENTS, EOS, check_whole, make_documents, opened, quick, write
 from tests.storage.s3_server import FakeS3, environment
 
-bucket, s3 = stores.bucket, stores.s3  # the fixtures
+# the fixtures
+bucket = stores.bucket
+s3 = stores.s3
 
 ROOT = Path(__file__).parents[3]
 
@@ -167,7 +169,8 @@ def test_the_least_recently_used_goes_first(tmp_path: Path):
     path = tmp_path / "data"
     write(path, make_documents(200), "zstd:3")
     cache = quick(tmp_path / "cache", 4 * largest_shard(opened(path, quick(tmp_path / "free"))))
-    store, second = opened(path, cache), opened(path, cache)
+    store = opened(path, cache)
+    second = opened(path, cache)
     sizes, needed = zip(*((shard.size, shard.size + (shard.packed or 0)) for shard in store._shards), strict=True)
     assert cache.limit
     fit = next(n for n in range(1, len(sizes)) if sum(sizes[:n]) + needed[n] > cache.limit)

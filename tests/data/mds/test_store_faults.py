@@ -26,7 +26,9 @@ from tests.data.mds import stores
 from tests.data.mds.stores import DOCUMENTS, check_whole, make_documents, opened, quick, write
 from tests.storage.s3_server import FakeS3
 
-bucket, s3 = stores.bucket, stores.s3  # the fixtures
+# the fixtures
+bucket = stores.bucket
+s3 = stores.s3
 SHARD = "train/web/part-00000/shard.00001.mds"
 
 

@@ -23,7 +23,8 @@ from hybridtron.storage.cache import CacheOptions
 from hybridtron.storage.digest import digest_of
 from tests.data.mosaic import MDSWriter
 
-EOS, VOCAB = 0, 50
+EOS = 0
+VOCAB = 50
 FIRST, SHARD = (f"train/web/part-00000/shard.{number:05}.mds" for number in range(2))
 TOKENIZER = Tokenizer(WordLevel({f"word{number}": number for number in range(VOCAB)}, unk_token="word1")).to_str()
 
@@ -154,7 +155,8 @@ def rewrite(folder: TokenFolder, documents: list[np.ndarray]) -> None:
 def test_masks(tmp_path: Path, compression: str | None):
     whole = make(tmp_path / "whole", compression, masked=True)
     assert verify(whole.path).faults == []
-    shard, name = whole.manifest.splits["train"]["web"].shards[1], stored(whole).relative_to(whole.path)
+    shard = whole.manifest.splits["train"]["web"].shards[1]
+    name = stored(whole).relative_to(whole.path)
     half = make(tmp_path / "half", compression, masked=True, entry=2)
     expected = f"{stored(half, FIRST).relative_to(half.path)}: sample 0 has a mask with the entry 2, not 0 or 1"
     assert expected in faults(half)

@@ -42,7 +42,8 @@ def test_the_same_bytes(tmp_path: Path, dtype: str, size_limit: int, compression
         for document in documents(dtype):
             writer.write({"tokens": document} | ({"mask": (document % 2).astype(np.uint8)} if masked else {}))
     assert (len(entries) > 1) == (size_limit < 2**26)
-    ours, theirs = contents_of(tmp_path / "ours"), contents_of(tmp_path / "theirs")
+    ours = contents_of(tmp_path / "ours")
+    theirs = contents_of(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     assert ours == theirs
 

@@ -45,7 +45,8 @@ def step_of(state: int, value: int) -> int:
 @functools.cache
 def whole(source: int, document: int, length: int) -> list[int]:
     """The recurrence's states over a whole document."""
-    states, state = [], 0
+    states = []
+    state = 0
     for place in range(length):
         state = step_of(state, token(source, document, place))
         states.append(state)

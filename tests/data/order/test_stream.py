@@ -109,7 +109,10 @@ def test_blocks_are_made_of_whole_shards(shuffle_tokens: int):
     stream = toy.stream(shuffle_tokens, 5)
     largest = int(toy.shard_tokens.max())
     order = [s.document for s in stream.spans(0, stream.tokens_per_epoch)]
-    left, blocks, current, tokens = toy.shard_documents.copy(), [], set(), 0
+    left = toy.shard_documents.copy()
+    blocks = []
+    current = set()
+    tokens = 0
     for document in order:
         shard = toy.shard_of(document)
         current.add(shard)
@@ -117,7 +120,8 @@ def test_blocks_are_made_of_whole_shards(shuffle_tokens: int):
         tokens += int(toy.lengths[document])
         if tokens >= shuffle_tokens and not left[list(current)].any():
             blocks.append(tokens)
-            current, tokens = set(), 0
+            current = set()
+            tokens = 0
     rest = [tokens] if tokens else []
     assert all(shuffle_tokens <= block < shuffle_tokens + largest for block in blocks[:-1])
     assert blocks[-1] < 1.5 * shuffle_tokens + largest
@@ -156,7 +160,8 @@ def test_without_a_seed_the_order_is_that_of_the_files():
 def test_every_seed_and_epoch_has_its_own_order(shuffle_tokens: int):
     toy = random_source()
     tokens = int(toy.lengths.sum())
-    orders, windows = set(), set()
+    orders = set()
+    windows = set()
     for seed in range(3):
         stream = toy.stream(shuffle_tokens, seed)
         shuffled = ShuffledWindows(stream, tokens // 50, shuffle_tokens * 4, seed)
@@ -184,7 +189,8 @@ def test_a_row_is_the_same_whenever_it_is_asked_for(toy: Source, shuffle_tokens:
 @given(sources, st.integers(1, 60), st.sampled_from([None, 4]), st.integers(0, 200), st.integers(0, 200))
 def test_borders_and_documents(toy: Source, shuffle_tokens: int, seed: int | None, begin: int, more: int):
     stream = toy.stream(shuffle_tokens, seed)
-    walk, starts = [], []
+    walk = []
+    starts = []
     position = 0
     while position < begin + more + 20:
         (span,) = stream.spans(position, 1)

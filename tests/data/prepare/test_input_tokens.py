@@ -47,7 +47,8 @@ def packed(tokens: list[int], code: int = 8, dtype: str = "<u2") -> bytes:
 
 
 def test_packed_tokens(tmp_path: Path) -> None:
-    file, reading = tmp_path / "train_0000.bin", InputOptions(separator=1)
+    file = tmp_path / "train_0000.bin"
+    reading = InputOptions(separator=1)
     for code, dtype in ((8, "<u2"), (4, "<i4")):
         file.write_bytes(packed([7, 7, 1, *TOKENS[0], 1, 1, *TOKENS[3], 1, 1, 1], code, dtype))
         assert contents(read_all(file, reading=reading)) == [[7, 7], TOKENS[0], TOKENS[3]]

@@ -25,7 +25,8 @@ from hybridtron.data.prepare.tokenized import masked
 from hybridtron.data.prepare.vocabulary import Vocabulary, open_vocabulary, vocabulary_of
 from tests.data.prepare.preparing import TEXTS, contents_of, stored, write_jsonl, write_tokenizer
 
-BEGIN, END = "<|im_start|>", "<|im_end|>"
+BEGIN = "<|im_start|>"
+END = "<|im_end|>"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -68,7 +68,8 @@ prepare(find([inputs]).inputs, Path(output), open_vocabulary(Path(tokenizer)), s
 
 
 def test_a_killed_preparation_resumes(inputs: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
-    vocabulary, found = open_vocabulary(tokenizer_folder), find([str(inputs)]).inputs
+    vocabulary = open_vocabulary(tokenizer_folder)
+    found = find([str(inputs)]).inputs
     output = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(inputs), str(output), str(tokenizer_folder), "2.jsonl.zst"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -194,7 +195,8 @@ def of_another_source() -> bytes:
 def test_what_is_there_is_kept(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, output = find([str(inputs)]).inputs, tmp_path / "out"
+    found = find([str(inputs)]).inputs
+    output = tmp_path / "out"
     folder = prepare(found, output, vocabulary, SETTINGS)
     monkeypatch.setattr(prepare_module, "write_part", lambda *_: pytest.fail("written again"))
     (tmp_path / "out.partial").mkdir()

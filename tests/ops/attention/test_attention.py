@@ -74,7 +74,8 @@ def test_who_sees_whom(
     form: str, window: int | None, documents: Tensor | None, lengths: tuple[int, int] | None
 ) -> None:
     """Equal scores and one-hot values make the output show the seen tokens, which loops count."""
-    length, size = 18, 7 if lengths else 0
+    length = 18
+    size = 7 if lengths else 0
     marks = torch.eye(size + length, dtype=torch.float64).expand(2, -1, -1)[:, :, None]
     q = torch.zeros(2, length, 1, size + length, dtype=torch.float64)
     memory = AttentionMemory(0 * marks[:, :size], marks[:, :size], torch.tensor(lengths)) if lengths else None
@@ -94,7 +95,8 @@ def test_reference_is_transformers(window: int | None) -> None:
     places = torch.arange(18)
     mask = torch.stack([torch.stack([torch.as_tensor(rule(0, 0, i, j)) for j in places]) for i in places])
     module = nn.Module()
-    module.num_key_value_groups, module.is_causal = 2, True
+    module.num_key_value_groups = 2
+    module.is_causal = True
     expected, _ = sdpa_attention_forward(module, *(x.transpose(1, 2) for x in (q, k, v)), mask[None, None])
     torch.testing.assert_close(attention.reference.function(AttentionInputs(q, k, v, window, None, None)), expected)
 
@@ -175,7 +177,9 @@ def test_chunks_with_memory_are_the_whole_row(
     form: str, window: int | None, keep: int | None, documents: Tensor | None
 ) -> None:
     tensors = inputs()
-    memory, parts, start = None, [], 0
+    memory = None
+    parts = []
+    start = 0
     with force(form):
         for stop in (1, 3, 9, 16, 18):
             q, k, v = (x[:, start:stop] for x in tensors)
@@ -184,7 +188,8 @@ def test_chunks_with_memory_are_the_whole_row(
                 continues = documents[:, start] == documents[:, start - 1]
                 memory = memory._replace(length_B=memory.length_B * continues)
             parts.append(attention(AttentionInputs(q, k, v, window, chunk, memory)))
-            memory, start = remember(memory, k, v, chunk, keep), stop
+            memory = remember(memory, k, v, chunk, keep)
+            start = stop
             assert keep is None or memory.keys_BMGK.shape[1] == keep
     y = torch.cat(parts, dim=1)
     grads = torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), tensors)
@@ -224,7 +229,8 @@ def test_no_bit_leaks_between_documents(form: str, window: int | None, with_memo
         assert not x_grad[:, :7].any()
         return [y, x_grad, weight_grad]
 
-    first, second = probe(torch.randn(1, 7, 12)), probe(100 * torch.rand(1, 7, 12))
+    first = probe(torch.randn(1, 7, 12))
+    second = probe(100 * torch.rand(1, 7, 12))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -290,13 +296,15 @@ def flash_emulation() -> ModuleType:
         return torch.cat([flash_attn_func(*part, **settings)[0] for part in parts])
 
     module = ModuleType("flash_attn")
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    module.flash_attn_func = flash_attn_func
+    module.flash_attn_varlen_func = flash_attn_varlen_func
     return module
 
 
 def flash4_emulation() -> ModuleType:
     """Version 4 has None for a side without a limit, and gives the sums beside the output."""
-    second, fourth = flash_emulation(), ModuleType("interface")
+    second = flash_emulation()
+    fourth = ModuleType("interface")
 
     def adapted(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
         def call(*tensors: Tensor, window_size: tuple[int | None, int | None], **settings: Any) -> tuple[Tensor, None]:
@@ -403,7 +411,8 @@ def test_a_package_of_the_same_name_is_distinguished(
 def test_reasons_say_what_is_not_supported() -> None:
     q, k, v = inputs()
     flash, sdpa = (attention.named(name).unsupported_reason for name in ("flash-attn", "sdpa"))
-    half, full = AttentionInputs(*(x.bfloat16() for x in (q, k, v))), AttentionInputs(q, k, v)
+    half = AttentionInputs(*(x.bfloat16() for x in (q, k, v)))
+    full = AttentionInputs(q, k, v)
     assert flash(half._replace(window=3, documents_BL=DOCUMENTS)) is None
     assert sdpa(full._replace(window=18)) is None
     assert "float64" in flash(full)

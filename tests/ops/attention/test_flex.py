@@ -46,7 +46,8 @@ def inputs(length: int, share: int) -> list[Tensor]:
 def visible(length: int, window: int | None, documents: Tensor | None, memory: AttentionMemory | None) -> Tensor:
     """The rules, token by token, (B, L, S): a mask that only a test may make."""
     before = 0 if memory is None else 250
-    query, key = torch.arange(length)[:, None], torch.arange(-before, length)
+    query = torch.arange(length)[:, None]
+    key = torch.arange(-before, length)
     seen = (key <= query) & (query - key < (window or length + before))
     seen = seen.expand(2, -1, -1)
     if documents is not None:
@@ -72,7 +73,8 @@ def listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 def test_tiles_are_those_of_the_mask(length: int, documents: str) -> None:
     """Left out is what nobody sees, unmasked what all see; the keys' lists are the queries' turned around."""
     for window, remembered in itertools.product(WINDOWS, MEMORIES):
-        numbers, memory = documents_of(documents, length), memory_of(remembered)
+        numbers = documents_of(documents, length)
+        memory = memory_of(remembered)
         seen = visible(length, window, numbers, memory)
         total = seen.shape[2]
         mask = block_mask(seen_keys(AttentionInputs(*inputs(length, 1), window, numbers, memory)), total)
@@ -101,17 +103,20 @@ def test_tiles_are_those_of_the_mask(length: int, documents: str) -> None:
 @pytest.mark.parametrize("remembered", MEMORIES)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_forward_is_the_reference(documents: str, remembered: tuple[int, int] | None, share: int) -> None:
-    length, found = 300, []
+    length = 300
+    found = []
     for window in (None, 70):
         for form in ("flex", "reference"):
             with force(attention=form):
-                tensors, memory = inputs(length, share), memory_of(remembered)
+                tensors = inputs(length, share)
+                memory = memory_of(remembered)
                 found.append(attention(AttentionInputs(*tensors, window, documents_of(documents, length), memory)))
         torch.testing.assert_close(*found[-2:], rtol=1e-5, atol=1e-5)
 
 
 def test_what_it_leaves_to_others() -> None:
-    form, (q, k, v) = attention.named("flex"), inputs(128, 1)
+    form = attention.named("flex")
+    (q, k, v) = inputs(128, 1)
     assert form.unsupported_reason(AttentionInputs(q, k, v, 40)) is None
     assert "float64" in form.unsupported_reason(AttentionInputs(q.double(), k, v, 40))
     assert "at least 16 channels, not 8" in form.unsupported_reason(AttentionInputs(q[..., :8], k, v, 40))
@@ -120,7 +125,8 @@ def test_what_it_leaves_to_others() -> None:
 
 def test_order_on_cuda() -> None:
     """The package, torch's own where it fits, this, and the form for any device."""
-    packages, others = attention.implementations[:3], attention.implementations[3:]
+    packages = attention.implementations[:3]
+    others = attention.implementations[3:]
     assert {each.name for each in packages} == {"flash-attn", "flash-attn-3", "flash-attn-4"}
     assert [each.name for each in others] == ["sdpa", "flex", "native", "blocked"]
 
@@ -133,7 +139,8 @@ def test_gradients_are_the_reference(documents: str, remembered: tuple[int, int]
         found = []
         for form in ("flex", "reference"):
             leaves = [x.cuda().requires_grad_() for x in inputs(length, 2)]
-            memory, numbers = memory_of(remembered), documents_of(documents, length)
+            memory = memory_of(remembered)
+            numbers = documents_of(documents, length)
             if memory is not None:
                 leaves += [x.cuda().requires_grad_() for x in memory[:2]]
                 memory = AttentionMemory(*leaves[3:], memory.length_B.cuda())
@@ -146,7 +153,8 @@ def test_gradients_are_the_reference(documents: str, remembered: tuple[int, int]
 
 def test_tiles_of_documents_are_listed_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int | None] = []
-    form, heads = attention.named("flex"), inputs(300, 1)
+    form = attention.named("flex")
+    heads = inputs(300, 1)
     monkeypatch.setattr(flex, "seen_keys", lambda given: made.append(given.window) or seen_keys(given))
     for _ in range(2):  # batches
         documents = documents_of("long", 300)

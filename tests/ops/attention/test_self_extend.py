@@ -14,7 +14,9 @@ from hybridtron.ops.attention import self_extend as op
 from hybridtron.ops.attention.self_extend import Places, self_extended
 from hybridtron.ops.rope import RopeInputs, apply_rope, rope_table
 
-HEADS, GROUPS, SIZE = 4, 2, 8
+HEADS = 4
+GROUPS = 2
+SIZE = 8
 YARN = RopeOptions(100.0, "yarn", 4.0, 16)
 THEIRS = {
     None: {"rope_type": "default", "rope_theta": 100.0},
@@ -34,10 +36,14 @@ def rotated(x_LHK: Tensor, positions_L: Tensor, scale: str | None) -> Tensor:
 
 def expected(q: Tensor, k: Tensor, v: Tensor, by: SelfExtendOptions, scale: str | None) -> Tensor:
     """Of one document: the equations of the paper, for each query."""
-    places, share = torch.arange(len(q)), HEADS // GROUPS
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    group, near = by.group, by.neighbours
-    q_near, k_near = rotated(q, places, scale), rotated(k, places, scale)
+    places = torch.arange(len(q))
+    share = HEADS // GROUPS
+    k = k.repeat_interleave(share, 1)
+    v = v.repeat_interleave(share, 1)
+    group = by.group
+    near = by.neighbours
+    q_near = rotated(q, places, scale)
+    k_near = rotated(k, places, scale)
     q_far = rotated(q, places // group + near - near // group, scale)
     k_far = rotated(k, places // group, scale)
     rows = []
@@ -62,7 +68,10 @@ def turned(x_LHK: Tensor, positions_L: Tensor, rope: RopeOptions) -> Tensor:
 def test_the_equations(group: int, neighbours: int, rope: RopeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of two documents, the first of which follows remembered tokens; blocks end in mid-document."""
     monkeypatch.setattr(op, "BLOCK", 4)
-    by, (first, second, before) = SelfExtendOptions(group, neighbours), (given(23), given(18), 9)
+    by = SelfExtendOptions(group, neighbours)
+    first = given(23)
+    second = given(18)
+    before = 9
     q, k, v = (torch.cat((a[before:], b))[None] for a, b in zip(first, second, strict=True))
     places = torch.cat((torch.arange(before, 23), torch.arange(18)))
     padded = torch.full((1, 2, GROUPS, SIZE), 7.0)  # of a memory that is not full
@@ -81,7 +90,8 @@ def test_the_equations(group: int, neighbours: int, rope: RopeOptions, monkeypat
 
 def test_rows_of_neighbours_alone_are_attention() -> None:
     q, k, v = given(20)
-    places, rope = torch.arange(20), RopeOptions(100.0)
+    places = torch.arange(20)
+    rope = RopeOptions(100.0)
     inputs = AttentionInputs(turned(q, places, rope), turned(k, places, rope), v[None])
     found = self_extended(inputs, Places(places[None], rope, SIZE), SelfExtendOptions(4, 20))
     torch.testing.assert_close(found, attention(inputs), rtol=1e-5, atol=1e-5)

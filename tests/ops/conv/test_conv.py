@@ -152,7 +152,8 @@ def test_cut_anywhere_and_carried_on_is_whole(form: str) -> None:
 def test_a_document_in_mid_row_starts_afresh(form: str) -> None:
     inputs = random_inputs(rows=1)
     y, last = run(form, inputs, DOCUMENTS[:1])
-    parts, tail = [], inputs["tail"]
+    parts = []
+    tail = inputs["tail"]
     for tokens in (slice(4), slice(4, 6), slice(6, None)):
         part, new_tail = run(form, inputs | {"x": inputs["x"][:, tokens], "tail": tail})
         parts.append(part)
@@ -175,7 +176,9 @@ def test_the_tail_holds_the_last_document_only(form: str) -> None:
 
 @pytest.mark.parametrize("form", OWN_FORMS)
 def test_no_bit_of_a_document_leaks_into_the_next(form: str) -> None:
-    border, length = 258, 300  # just inside the second chunk
+    # just inside the second chunk
+    border = 258
+    length = 300
     documents = (torch.arange(length) >= border).int().expand(2, -1)
     inputs = random_inputs(length=length, dtype=torch.float32)
     probed = []

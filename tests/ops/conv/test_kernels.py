@@ -138,7 +138,8 @@ def test_documents_with_a_tail_go_to_it_rather_than_to_causal_conv1d() -> None:
 def shipped() -> None:
     """64k tokens in one row, as they lie in a Samba 1.3B, with all that the kernels can do, and with as little."""
     for width, dtype, whole in ((4, torch.bfloat16, True), (4, torch.float32, False), (8, torch.bfloat16, True)):
-        length, channels = 65536, 4608
+        length = 65536
+        channels = 4608
         parameter = torch.empty(channels, dtype=dtype, device="meta").requires_grad_()
         inputs = ConvInputs(
             torch.empty(length, 1, 2 * channels, dtype=dtype, device="meta")[:, :, :channels].transpose(0, 1),

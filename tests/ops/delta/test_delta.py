@@ -39,7 +39,8 @@ def test_a_value_is_replaced_by_hand(form: str) -> None:
     """Three tokens of one key: 8 is written, decays to 4 and moves half-way to 2, then is replaced by 5."""
     key = torch.tensor([0.6, 0.8]).expand(1, 3, 1, 2)
     v = torch.tensor([8.0, 2.0, 5.0]).view(1, 3, 1, 1)
-    beta, g = torch.tensor([1.0, 0.5, 1.0]).view(1, 3, 1), torch.tensor([0.0, math.log(0.5), 0.0]).view(1, 3, 1, 1)
+    beta = torch.tensor([1.0, 0.5, 1.0]).view(1, 3, 1)
+    g = torch.tensor([0.0, math.log(0.5), 0.0]).view(1, 3, 1, 1)
     y, state = run(delta_scan, form, DeltaInputs(key, key, v, beta, g))
     assert_close(y.flatten(), torch.tensor([8.0, 3.0, 5.0]))
     assert_close(state.flatten(), torch.tensor([3.0, 4.0]))
@@ -54,7 +55,8 @@ def test_orthonormal_keys_are_an_exact_dictionary(form: str, gate: str) -> None:
     values = torch.randn(32, 5, dtype=torch.float64)
     inputs = random_inputs(gate, 1, 80, 1, 16, 5)
     k = F.pad(keys[order], (0, 0, 0, 48)).view(1, 80, 1, 16)  # a key of zeros writes nothing
-    v, q = F.pad(values, (0, 0, 0, 48)).view(1, 80, 1, 5), keys.repeat(5, 1).view(1, 80, 1, 16)
+    v = F.pad(values, (0, 0, 0, 48)).view(1, 80, 1, 5)
+    q = keys.repeat(5, 1).view(1, 80, 1, 16)
     ones = torch.ones(1, 80, 1, dtype=torch.float64)
     y, state = run(delta_scan, form, DeltaInputs(q, k, v, ones, torch.zeros_like(inputs.g_BLHG)))
     newest = values[16:][order[16:].argsort()]

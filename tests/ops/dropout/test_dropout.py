@@ -9,7 +9,9 @@ from torch import Tensor
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.dropout import DropoutInputs, channel_numbers, dropout, token_numbers
 
-ROWS, LENGTH, CHANNELS = 4, 256, 512
+ROWS = 4
+LENGTH = 256
+CHANNELS = 512
 POSITIONS_BL = torch.arange(LENGTH).expand(ROWS, -1)
 
 

@@ -36,7 +36,8 @@ def test_any_number_of_rows_and_channels(
     gate: str, numbers: tuple[float, ...], shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
     """To bf16 the interpreter does not round, it cuts off: an error of up to 2^-7 of each value."""
-    gate_up, dy = (3 * torch.randn(shape)).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
+    gate_up = (3 * torch.randn(shape)).to(dtype)
+    dy = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
     expected = results(gate, "reference", gate_up.double(), dy.double(), *numbers)
     found = results(gate, "triton", gate_up.to(compute_device()), dy.to(compute_device()), *numbers)
     for ours, theirs in zip(found, expected, strict=True):
@@ -46,7 +47,8 @@ def test_any_number_of_rows_and_channels(
 
 @BOTH
 def test_an_input_that_is_not_contiguous(gate: str) -> None:
-    gate_up, dy = torch.randn(4, 5, 12).transpose(0, 1), torch.randn(4, 5, 6).transpose(0, 1)
+    gate_up = torch.randn(4, 5, 12).transpose(0, 1)
+    dy = torch.randn(4, 5, 6).transpose(0, 1)
     for ours, theirs in zip(results(gate, "triton", gate_up, dy), results(gate, "reference", gate_up, dy), strict=True):
         torch.testing.assert_close(ours, theirs)
 

@@ -74,10 +74,8 @@ def test_recomputed_equals_the_reference(dtype: torch.dtype) -> None:
     results = []
     for form in ("reference", "recomputed"):
         with force(form):
-            squares, scaled = (
-                gated_squares(GatedSquaresInputs(*arguments[:2])),
-                gated_scale(GatedScaleInputs(*arguments)),
-            )
+            squares = gated_squares(GatedSquaresInputs(*arguments[:2]))
+            scaled = gated_scale(GatedScaleInputs(*arguments))
         loss = squares.sin().sum() + scaled.float().cos().sum()
         results.append((squares, scaled, *torch.autograd.grad(loss, arguments)))
     for expected, ours in zip(*results, strict=True):

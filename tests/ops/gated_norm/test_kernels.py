@@ -116,7 +116,8 @@ def shipped() -> None:
             gated_norm.named("triton").function(GatedNormInputs(y, z, weight, groups, 1e-5)).sum().backward()
         for heads, dtype in ((24, torch.bfloat16), (64, torch.bfloat16), (24, torch.float32)):
             y, z = (torch.empty(2048, 16, heads, 64, dtype=dtype).transpose(0, 1).requires_grad_() for _ in range(2))
-            scale, weight = torch.empty(16, 2048, heads).requires_grad_(), torch.empty(heads, 64, requires_grad=True)
+            scale = torch.empty(16, 2048, heads).requires_grad_()
+            weight = torch.empty(heads, 64, requires_grad=True)
             whole = (y.flatten(2), z.flatten(2), weight.flatten(), 1, 1e-5)
             gated_norm.named("triton").function(GatedNormInputs(*whole)).sum().backward()
             gated_squares.named("triton").function(GatedSquaresInputs(y, z)).sum().backward()

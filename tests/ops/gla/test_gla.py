@@ -87,7 +87,8 @@ def test_queries_of_the_next_tokens_read_as_rwkv_6_does(form: str) -> None:
     """o_t = r_t (h_{t-1} + diag(u) k_t v_t^T), step by step, against the scan with queries one token early."""
     r, k, v, g, state, _ = gla_inputs()
     u = torch.randn(2, 3, dtype=torch.float64)
-    h, expected = state, []
+    h = state
+    expected = []
     for t in range(r.shape[1]):
         step = k[:, t].unsqueeze(3) * v[:, t].unsqueeze(2)
         expected.append(torch.einsum("bhn,bhnp->bhp", r[:, t], h + u.unsqueeze(2) * step))

@@ -20,7 +20,8 @@ from hybridtron.ops.softmax import reference as softmax
 from hybridtron.planning import count
 from tests.live import Live
 
-WIDTH, VOCABULARY = 7, 11
+WIDTH = 7
+VOCABULARY = 11
 PARTS = pytest.mark.parametrize("tokens_at_a_time", [1, 4, 100])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -91,7 +92,8 @@ def test_a_weight_s_gradient_is_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch
     room_for(1, torch.bfloat16, monkeypatch)
     x = torch.ones(512, WIDTH, dtype=torch.bfloat16)
     weight = torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    labels, mask = torch.zeros(512, dtype=torch.int64), torch.ones(512, dtype=torch.bool)
+    labels = torch.zeros(512, dtype=torch.int64)
+    mask = torch.ones(512, dtype=torch.bool)
     total = linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, 0.0)).total
     (gradient,) = torch.autograd.grad(total, weight)
     torch.testing.assert_close(gradient[0].float(), torch.full((WIDTH,), -512 * 10 / 11), rtol=4e-3, atol=0)
@@ -138,7 +140,8 @@ def test_shares_of_the_vocabulary_are_joined(form: str) -> None:
     x, weight, labels, mask = case(torch.float64)
     logits = (x.flatten(0, 1) @ weight.T).detach()
     expected = run("reference", x, weight, labels, mask, 0.1)
-    of_x, of_weight = torch.zeros_like(x), []
+    of_x = torch.zeros_like(x)
+    of_weight = []
     for first, stop, other in ((0, 4, slice(4, 11)), (4, 11, slice(0, 4))):
         beyond = softmax_sums(SoftmaxSumsInputs(logits[:, other], labels.flatten() - other.start))
         share = VocabularyShare(first, lambda own, theirs=beyond: joined(own, theirs))
@@ -163,11 +166,14 @@ def joined(own: SoftmaxSums, theirs: SoftmaxSums) -> SoftmaxSums:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_holds_what_the_planner_counts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 600 tokens 100 at a time, and never all logits; besides what went in, a workspace and some values a token."""
-    tokens, width, vocabulary = 600, 16, 500
+    tokens = 600
+    width = 16
+    vocabulary = 500
     monkeypatch.setattr(count, "LOGITS_BYTES", 100 * vocabulary * dtype.itemsize)
     monkeypatch.setattr(softmax, "WORKSPACE", 10 * vocabulary)
     x, weight = (torch.randn(n, width).to(dtype).requires_grad_() for n in (tokens, vocabulary))
-    labels, mask = torch.randint(vocabulary, (tokens,)), torch.ones(tokens, dtype=torch.bool)
+    labels = torch.randint(vocabulary, (tokens,))
+    mask = torch.ones(tokens, dtype=torch.bool)
     with Live() as live:
         linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, 1e-4))
     planned = count.loss_bytes(tokens, width, vocabulary, dtype.itemsize)

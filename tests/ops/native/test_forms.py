@@ -55,7 +55,10 @@ def borders(rows: int, length: int) -> Tensor:
 def scan(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     x, dt, z = normal(3, rows, length, channels)
     B, C = normal(2, rows, length, 9)
-    A, D, bias, state = -normal(channels, 9).exp(), normal(channels), normal(channels) - 2, normal(rows, channels, 9)
+    A = -normal(channels, 9).exp()
+    D = normal(channels)
+    bias = normal(channels) - 2
+    state = normal(rows, channels, 9)
     return selective_scan, ScanInputs(x, dt, A, B, C, D, bias, z, state, borders(rows, length))
 
 
@@ -64,59 +67,78 @@ def bare_scan(rows: int, length: int, channels: int) -> tuple[Op, Any]:
 
 
 def ssd(rows: int, length: int, channels: int) -> tuple[Op, Any]:
-    heads, groups = 6, 2
+    heads = 6
+    groups = 2
     head = -(-channels // heads)
-    x, dt = normal(rows, length, heads, head), normal(rows, length, heads)
+    x = normal(rows, length, heads, head)
+    dt = normal(rows, length, heads)
     B, C = normal(2, rows, length, groups, 11)
-    A, D, bias, state = -normal(heads).exp(), normal(heads), normal(heads) - 2, normal(rows, heads, head, 11)
+    A = -normal(heads).exp()
+    D = normal(heads)
+    bias = normal(heads) - 2
+    state = normal(rows, heads, head, 11)
     return ssd_scan, SSDInputs(x, dt, A, B, C, D, bias, state, borders(rows, length))
 
 
 def ssd_of_one_group(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     """Eight heads in units of several, that share B and C; short documents, and states as wide as vectors."""
-    x, dt = normal(rows, length, 8, channels), normal(rows, length, 8)
+    x = normal(rows, length, 8, channels)
+    dt = normal(rows, length, 8)
     B, C = normal(2, rows, length, 1, 32)
-    A, D, bias, state = -normal(8).exp(), normal(8), normal(8) - 2, normal(rows, 8, channels, 32)
+    A = -normal(8).exp()
+    D = normal(8)
+    bias = normal(8) - 2
+    state = normal(rows, 8, channels, 32)
     documents = (torch.arange(length) // 7).repeat(rows, 1)
     return ssd_scan, SSDInputs(x, dt, A, B, C, D, bias, state, documents)
 
 
 def decay(rows: int, length: int, channels: int) -> tuple[Op, Any]:
-    q, k, v = normal(2, rows, length, 3, 11)[0], normal(rows, length, 3, 11), normal(rows, length, 6, -(-channels // 6))
-    g, state = -normal(rows, length, 6).exp(), normal(rows, 6, v.shape[3], 11)
+    q = normal(2, rows, length, 3, 11)[0]
+    k = normal(rows, length, 3, 11)
+    v = normal(rows, length, 6, -(-channels // 6))
+    g = -normal(rows, length, 6).exp()
+    state = normal(rows, 6, v.shape[3], 11)
     return decay_scan, DecayInputs(q, k, v, g, state, borders(rows, length))
 
 
 def gla(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     """Keys that fill no vector, or many."""
-    heads, values = 3, -(-channels // 3)
-    q, k, v = (
-        normal(rows, length, heads, channels),
-        normal(rows, length, heads, channels),
-        normal(rows, length, heads, values),
-    )
-    g, state = -normal(rows, length, heads, channels).exp(), normal(rows, heads, channels, values)
+    heads = 3
+    values = -(-channels // 3)
+    q = normal(rows, length, heads, channels)
+    k = normal(rows, length, heads, channels)
+    v = normal(rows, length, heads, values)
+    g = -normal(rows, length, heads, channels).exp()
+    state = normal(rows, heads, channels, values)
     return gla_scan, GLAInputs(q, k, v, g, state, borders(rows, length))
 
 
 def delta(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     """One decay a head; keys of length 1, and steps of up to 2."""
-    q, k, v = normal(rows, length, 3, 11), normal(rows, length, 3, 11), normal(rows, length, 3, channels)
-    beta, g = 2 * torch.rand(rows, length, 3, dtype=torch.float64), -normal(rows, length, 3, 1).exp()
+    q = normal(rows, length, 3, 11)
+    k = normal(rows, length, 3, 11)
+    v = normal(rows, length, 3, channels)
+    beta = 2 * torch.rand(rows, length, 3, dtype=torch.float64)
+    g = -normal(rows, length, 3, 1).exp()
     state = normal(rows, 3, 11, channels)
     return delta_scan, DeltaInputs(q, F.normalize(k, dim=-1), v, beta, g, state, borders(rows, length))
 
 
 def delta_by_channel(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     """A decay a key channel, keys as wide as vectors, and short documents."""
-    q, k, v = normal(rows, length, 2, 32), normal(rows, length, 2, 32), normal(rows, length, 2, channels)
-    beta, g = 2 * torch.rand(rows, length, 2, dtype=torch.float64), -normal(rows, length, 2, 32).exp()
+    q = normal(rows, length, 2, 32)
+    k = normal(rows, length, 2, 32)
+    v = normal(rows, length, 2, channels)
+    beta = 2 * torch.rand(rows, length, 2, dtype=torch.float64)
+    g = -normal(rows, length, 2, 32).exp()
     documents = (torch.arange(length) // 47).repeat(rows, 1)
     return delta_scan, DeltaInputs(q, F.normalize(k, dim=-1), v, beta, g, normal(rows, 2, 32, channels), documents)
 
 
 def conv(rows: int, length: int, channels: int) -> tuple[Op, Any]:
-    x, tail = normal(rows, length, channels), normal(rows, 3, channels)
+    x = normal(rows, length, channels)
+    tail = normal(rows, 3, channels)
     return causal_conv, ConvInputs(x, normal(channels, 4), normal(channels), tail, borders(rows, length), True)
 
 
@@ -154,7 +176,9 @@ def scale(rows: int, length: int, channels: int) -> tuple[Op, Any]:
 
 
 def window(rows: int, length: int, channels: int) -> tuple[Op, Any]:
-    q, k, v = normal(rows, length, 6, channels), normal(rows, length, 2, channels), normal(rows, length, 2, channels)
+    q = normal(rows, length, 6, channels)
+    k = normal(rows, length, 2, channels)
+    v = normal(rows, length, 2, channels)
     return attention, AttentionInputs(q, k, v, 50, borders(rows, length))
 
 
@@ -164,7 +188,9 @@ def full(rows: int, length: int, channels: int) -> tuple[Op, Any]:
 
 def one_token(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     """A query over remembered keys, as in decoding; two heads share theirs, and rows remember unequally much."""
-    q, k, v = normal(rows, 1, 4, channels), normal(rows, 1, 2, channels), normal(rows, 1, 2, channels)
+    q = normal(rows, 1, 4, channels)
+    k = normal(rows, 1, 2, channels)
+    v = normal(rows, 1, 2, channels)
     before = AttentionMemory(*normal(2, rows, length, 2, channels), (length - torch.arange(rows)).clamp(min=1))
     return attention, AttentionInputs(q, k, v, None, None, before)
 
@@ -242,7 +268,8 @@ def test_in_fp32_they_are_no_less_exact_than_the_forms_of_torch(case: Case) -> N
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_bits_do_not_depend_on_the_threads(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     op, inputs = case(rows, 150, 300)
-    inputs, made = typed(inputs, torch.float32), []
+    inputs = typed(inputs, torch.float32)
+    made = []
     for count in (1, 2, 3, 7, 1):
         for module in MODULES:
             monkeypatch.setattr(f"hybridtron.ops.{module}.threads", lambda worth, count=count: count)
@@ -268,7 +295,8 @@ def test_rows_and_tokens_may_lie_in_any_order(case: Case) -> None:
         return turned.requires_grad_(value.requires_grad)
 
     other = inputs._replace(**{name: moved(value, name) for name, value in inputs._asdict().items()})
-    found, expected = computed(op, "native", other), computed(op, "native", inputs)
+    found = computed(op, "native", other)
+    expected = computed(op, "native", inputs)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -279,7 +307,9 @@ def test_the_softmax_of_a_loss(size: int, z_loss: float, dtype: torch.dtype, clo
     logits = (5 * normal(9, size)).to(dtype)
     logits[0, 0] = -torch.inf if size > 1 else 0.0
     labels = torch.randint(size, (9,))
-    labels[1], labels[2] = -100, size + 3  # not here
+    # not here
+    labels[1] = -100
+    labels[2] = size + 3
     mask = torch.arange(9) != 5
     logits[5] = torch.nan
     sums, exact = (

@@ -128,7 +128,8 @@ def losses(forms: dict[str, str]) -> list[float]:
     torch.manual_seed(0)
     batches = [random_batch(3, 70, documents=[[70], [20, 50], [1, 68, 1]]) for _ in range(2)]
     model = small_model("M-W-S-F-", torch.float64)
-    adam, found = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    found = []
     for step in range(40):
         with force(**forms):
             found.append(backward(model, batches[step % 2], 1))

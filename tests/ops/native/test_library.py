@@ -255,7 +255,8 @@ def mounts_are_possible() -> bool:
     ],
 )
 def test_homes_on_unusual_file_systems(options: str, reason: str, tmp_path: Path) -> None:
-    home, sources = tmp_path / "home", tmp_path / "sources"
+    home = tmp_path / "home"
+    sources = tmp_path / "sources"
     for folder in (home, sources):
         folder.mkdir()
     (sources / "answer.cpp").write_text(ANSWER)
@@ -276,8 +277,10 @@ def some_row(length: int, rows: int = 1, channels: int = 160) -> ScanInputs:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).requires_grad_()
 
-    x, dt = normal(rows, length, channels), normal(rows, length, channels)
-    B, C = normal(rows, length, 16), normal(rows, length, 16)
+    x = normal(rows, length, channels)
+    dt = normal(rows, length, channels)
+    B = normal(rows, length, 16)
+    C = normal(rows, length, 16)
     return ScanInputs(x, dt, -normal(channels, 16).exp(), B, C, normal(channels), normal(channels))
 
 

@@ -31,13 +31,19 @@ def scan() -> tuple[Op, Any]:
 
 
 def ssd() -> tuple[Op, Any]:
-    x, dt, B, C = normal(1, 512, 8, 64), normal(1, 512, 8), normal(1, 512, 1, 64), normal(1, 512, 1, 64)
+    x = normal(1, 512, 8, 64)
+    dt = normal(1, 512, 8)
+    B = normal(1, 512, 1, 64)
+    C = normal(1, 512, 1, 64)
     return ssd_scan, SSDInputs(x, dt, -torch.rand(8).add(0.5).requires_grad_(), B, C, normal(8), normal(8))
 
 
 def delta() -> tuple[Op, Any]:
-    q, v, key = normal(1, 512, 8, 64), normal(1, 512, 8, 64), normalize(torch.randn(1, 512, 8, 64), dim=-1)
-    beta, g = torch.rand(1, 512, 8).requires_grad_(), -torch.rand(1, 512, 8, 1)
+    q = normal(1, 512, 8, 64)
+    v = normal(1, 512, 8, 64)
+    key = normalize(torch.randn(1, 512, 8, 64), dim=-1)
+    beta = torch.rand(1, 512, 8).requires_grad_()
+    g = -torch.rand(1, 512, 8, 1)
     return delta_scan, DeltaInputs(q, key.requires_grad_(), v, beta, g.requires_grad_())
 
 

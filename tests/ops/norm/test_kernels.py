@@ -28,7 +28,8 @@ def four_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def results(form: str, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> list[Tensor]:
     """y, and the gradients of x and of the weight."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    x = x.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
     with force(rms_norm=form):
         y = rms_norm(RMSNormInputs(x, weight, eps))
     return [y.detach(), *torch.autograd.grad(y, (x, weight), dy.to(y.dtype))]
@@ -62,13 +63,15 @@ def test_eps_counts_where_a_row_is_small() -> None:
 
 
 def test_rows_that_are_not_contiguous() -> None:
-    x, dy = torch.randn(40, 6).T, torch.randn(1, 40).expand(6, 40)
+    x = torch.randn(40, 6).T
+    dy = torch.randn(1, 40).expand(6, 40)
     assert_right(x, torch.randn(40), dy, FP32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_sums_in_fp32(dtype: torch.dtype) -> None:
-    x, dy = torch.randn(3, 5, 100, dtype=dtype), torch.randn(3, 5, 100, dtype=dtype)
+    x = torch.randn(3, 5, 100, dtype=dtype)
+    dy = torch.randn(3, 5, 100, dtype=dtype)
     found = assert_right(x, torch.randn(100), dy, 2**-7)
     again = assert_right(x, torch.randn(100, dtype=dtype), dy, 2**-7)
     assert found[0].dtype == again[0].dtype == dtype
@@ -76,7 +79,9 @@ def test_half_precision_sums_in_fp32(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("four_programs")
 def test_the_same_bits_again() -> None:
-    x, weight, dy = torch.randn(11, 24), torch.randn(24), torch.randn(11, 24)
+    x = torch.randn(11, 24)
+    weight = torch.randn(24)
+    dy = torch.randn(11, 24)
     for first, second in zip(assert_right(x, weight, dy, FP32), assert_right(x, weight, dy, FP32), strict=True):
         assert torch.equal(first, second)
 
@@ -89,7 +94,8 @@ def sum_results(
     Neither the second summand nor the gradients are contiguous. With a stream of its own type the weight is of `dtype`.
     """
     device = compute_device()
-    x, added = torch.randn(shape, dtype=stream or dtype), torch.randn(shape[::-1], dtype=dtype).T
+    x = torch.randn(shape, dtype=stream or dtype)
+    added = torch.randn(shape[::-1], dtype=dtype).T
     weight = torch.randn(shape[-1], dtype=dtype if stream else torch.float32)
     dsum, dy = (torch.randn(shape[-1], dtype=kind).expand(shape) for kind in (x.dtype, dtype))
     ours = [tensor.to(device).requires_grad_() for tensor in (x, added, weight)]
@@ -130,7 +136,9 @@ def test_a_stream_in_fp32_with_what_bf16_layers_add(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["triton", "reference"])
 def test_the_norm_of_a_stream_in_fp32_is_as_narrow_as_its_weight(form: str) -> None:
-    x, weight, dy = torch.randn(5, 40), torch.randn(40).bfloat16(), torch.randn(5, 40).bfloat16()
+    x = torch.randn(5, 40)
+    weight = torch.randn(40).bfloat16()
+    dy = torch.randn(5, 40).bfloat16()
     y, dx, dweight = results(form, x.to(compute_device()), weight.to(compute_device()), dy.to(compute_device()), 1e-5)
     _, exact, _ = results("reference", x.double(), weight.double(), dy.double(), 1e-5)
     assert (y.dtype, dx.dtype, dweight.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
@@ -168,7 +176,8 @@ def test_what_it_does_not_support() -> None:
 
 def shipped() -> None:
     """Forward and backward of rows from those of a tiny model to the longest that are taken."""
-    norm, summing = rms_norm.named("triton").function, add_rms_norm.named("triton").function
+    norm = rms_norm.named("triton").function
+    summing = add_rms_norm.named("triton").function
     for dtype in (torch.bfloat16, torch.float32):
         for channels in (64, 96, 192, 1024, 2304, MAX_CHANNELS):
             x = torch.empty(8192, 8, channels, dtype=dtype, device="meta", requires_grad=True)
@@ -176,7 +185,8 @@ def shipped() -> None:
             y = norm(RMSNormInputs(x, weight, 1e-5))
             y.backward(torch.empty_like(y))
             torch.autograd.grad(summing(AddRMSNormInputs(x, torch.empty_like(x), weight, 1e-5)), (x, weight), (x, x))
-            stream, narrow = x.float().detach().requires_grad_(), weight.to(dtype)
+            stream = x.float().detach().requires_grad_()
+            narrow = weight.to(dtype)
             torch.autograd.grad(
                 summing(AddRMSNormInputs(stream, x, narrow, 1e-5)), (stream, x), (stream, torch.empty_like(x))
             )
@@ -197,7 +207,8 @@ def test_what_is_shipped_fits_an_h100() -> None:
 @pytest.mark.skipif(compute_device().type == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FP32), (torch.bfloat16, 2**-8)])
 def test_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
-    x, dy = torch.randn(512, 4, 2304, dtype=dtype), torch.randn(512, 4, 2304, dtype=dtype)
+    x = torch.randn(512, 4, 2304, dtype=dtype)
+    dy = torch.randn(512, 4, 2304, dtype=dtype)
     assert_right(x, torch.randn(2304), dy, tolerance)
     with force(add_rms_norm="triton"):
         pairs = [*zip(*sum_results(dtype, (2048, 2304)), strict=True)]

@@ -10,7 +10,8 @@ from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, r
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_is_llamas(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(3, 5, 64, dtype=dtype), torch.randn(64)
+    x = torch.randn(3, 5, 64, dtype=dtype)
+    weight = torch.randn(64)
     theirs = LlamaRMSNorm(64, eps=1e-5)
     theirs.weight.data.copy_(weight)
     y = rms_norm(RMSNormInputs(x, weight, 1e-5))

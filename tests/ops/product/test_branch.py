@@ -14,7 +14,8 @@ from hybridtron.ops.product.branch import _Branch, branch
 def test_gradients_are_those_of_both_uses(tokens_first: bool) -> None:
     torch.manual_seed(0)
     shape = (5, 3, 8) if tokens_first else (3, 5, 8)
-    x, weight = torch.randn(shape, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
+    weight = torch.randn(4, 8, dtype=torch.float64)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, x, weight)]
     again, y = _Branch.apply(*leaves[:2])
     (again.transpose(0, 1).sin().sum() + y.cos().sum()).backward()  # the first gradient comes transposed
@@ -25,7 +26,8 @@ def test_gradients_are_those_of_both_uses(tokens_first: bool) -> None:
 
 
 def test_on_a_cpu_nothing_is_done_in_place() -> None:
-    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(4, 8)
+    x = torch.randn(3, 8, requires_grad=True)
+    weight = torch.randn(4, 8)
     again, y = branch(LinearInputs(x, weight))
     assert again is x
     assert torch.equal(y, functional.linear(x, weight))

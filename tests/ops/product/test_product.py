@@ -24,7 +24,8 @@ def lying(kind: str, *shape: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["dense", "turned", "part"])
 @pytest.mark.parametrize(("inside", "outside"), [(12, 40), (40, 12), (1030, 7)])
 def test_linear_is_a_projection(kind: str, inside: int, outside: int) -> None:
-    x, weight = lying(kind, 2, 300, inside).requires_grad_(), torch.randn(outside, inside, requires_grad=True)
+    x = lying(kind, 2, 300, inside).requires_grad_()
+    weight = torch.randn(outside, inside, requires_grad=True)
     grad = lying(kind, 2, 300, outside)
     with force(linear="onednn"):
         y = linear(LinearInputs(x, weight))
@@ -43,14 +44,17 @@ def test_linear_is_a_projection(kind: str, inside: int, outside: int) -> None:
 @pytest.mark.parametrize("sizes", [(20, 30, 40), (700, 1100, 9), (9, 1100, 700)])
 def test_a_product_of_any_factors(sizes: tuple[int, int, int], turned: bool) -> None:
     rows, depth, columns = sizes
-    left, right = (torch.randn(depth, rows).t() if turned else torch.randn(rows, depth)), torch.randn(depth, columns)
+    left = torch.randn(depth, rows).t() if turned else torch.randn(rows, depth)
+    right = torch.randn(depth, columns)
     found = matrix_product.named("onednn").function(ProductInputs(left, right))
     expected = left.double() @ right.double()
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
 def test_the_bits_do_not_depend_on_the_threads() -> None:
-    left, right, before = torch.randn(1000, 200), torch.randn(200, 300), torch.get_num_threads()
+    left = torch.randn(1000, 200)
+    right = torch.randn(200, 300)
+    before = torch.get_num_threads()
     made = []
     try:
         for count in (1, 2, 3, 1):
@@ -77,7 +81,8 @@ def test_it_runs_where_it_is_faster(about: str, runs: bool, monkeypatch: pytest.
 
 
 def test_reasons_say_what_is_not_supported() -> None:
-    asked, weight = linear.named("onednn").unsupported_reason, torch.randn(4, 8)
+    asked = linear.named("onednn").unsupported_reason
+    weight = torch.randn(4, 8)
     many = torch.randn(2, onednn.LEAST // 64, 8)
     assert asked(LinearInputs(many, weight)) is None
     assert "bf16" in asked(LinearInputs(many.bfloat16(), weight.bfloat16()))

@@ -50,7 +50,8 @@ def test_heads_in_the_order_of_the_projection() -> None:
 
 
 def test_channels_that_do_not_turn_are_unchanged() -> None:
-    x, table = torch.randn(2, 5, 3, 12), rope_table(torch.arange(5).expand(2, 5), 4, RopeOptions())
+    x = torch.randn(2, 5, 3, 12)
+    table = rope_table(torch.arange(5).expand(2, 5), 4, RopeOptions())
     assert torch.equal(results("triton", x, table, x)[0][..., 4:], x[..., 4:])
 
 

@@ -27,7 +27,8 @@ def test_rope_is_llamas() -> None:
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=4, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
     )
-    q, k = torch.randn(2, 50, 4, 16), torch.randn(2, 50, 2, 16)
+    q = torch.randn(2, 50, 4, 16)
+    k = torch.randn(2, 50, 2, 16)
     positions = torch.arange(100).view(2, 50)
     theirs = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, positions), unsqueeze_dim=2)
     for x, expected in zip((q, k), theirs, strict=True):
@@ -73,7 +74,8 @@ def test_scaled_frequencies_are_those_of_transformers(name: str, head_dim: int, 
     torch.testing.assert_close(frequencies(rope, head_dim), theirs.double(), rtol=3e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
     # and what is rotated, where theirs are near enough to exact: at small positions
-    x, positions = torch.randn(2, 50, 2, head_dim), torch.arange(100).view(2, 50)
+    x = torch.randn(2, 50, 2, head_dim)
+    positions = torch.arange(100).view(2, 50)
     expected, _ = apply_rotary_pos_emb(x, x, *LlamaRotaryEmbedding(config)(x, positions), unsqueeze_dim=2)
     found = apply_rope(RopeInputs(x, *rope_table(positions, head_dim, rope)))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
@@ -86,7 +88,8 @@ def test_scaled_frequencies_are_those_of_transformers(name: str, head_dim: int, 
 def test_a_scale_that_stretches_has_the_gradients_of_the_reference() -> None:
     table = rope_table(torch.arange(10).view(2, 5), 6, RopeOptions(100.0, "yarn", 4.0, 8))
     assert float(table[0][0, 0, 0]) == pytest.approx(0.1 * math.log(4) + 1)
-    given, grad = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8)
+    given = torch.randn(2, 5, 3, 8)
+    grad = torch.randn(2, 5, 3, 8)
     grads = []
     for name in ("reference", "native"):
         x = given.clone().requires_grad_()

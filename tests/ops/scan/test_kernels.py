@@ -18,7 +18,9 @@ from tests.ops.recurrences import by_token, changed, computed, exact, floats, gr
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
-LENGTH, CHANNELS = 65536, 4608  # what is compiled for: one row of Samba 1.3B
+# what is compiled for: one row of Samba 1.3B
+LENGTH = 65536
+CHANNELS = 4608
 
 
 @pytest.fixture
@@ -110,10 +112,13 @@ def test_narrow_types_are_computed_in_fp32_and_repeat_bit_for_bit(dtype: torch.d
 
 @pytest.mark.usefixtures("_small_tiles")
 def test_no_bit_of_a_document_leaks_into_the_next(everywhere: torch.device) -> None:
-    border, length = 6, 10  # inside the second tile
+    # inside the second tile
+    border = 6
+    length = 10
     documents = (torch.arange(length) >= border).int().expand(1, -1)
     inputs = on(everywhere, scan_inputs(1, length, 3, 2, torch.float32)._replace(documents_BL=documents))
-    tokens, probed = by_token(inputs), []
+    tokens = by_token(inputs)
+    probed = []
     for factor in (1, -30):
         other = changed(inputs, Tensor.clone)
         with torch.no_grad():
@@ -136,7 +141,9 @@ def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, 
     length = 11
     documents = (torch.arange(length) >= border).int().expand(1, -1)
     sound = on(everywhere, scan_inputs(1, length, 3, 2, torch.float32)._replace(documents_BL=documents))
-    broken, tokens, made = changed(sound, Tensor.clone), by_token(sound), []
+    broken = changed(sound, Tensor.clone)
+    tokens = by_token(sound)
+    made = []
     with torch.no_grad():
         broken.state_BEN.fill_(value)
         for each in (broken.x_BLE, broken.dt_BLE, broken.B_BLN):

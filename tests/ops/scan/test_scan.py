@@ -25,7 +25,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @FORMS
 def test_three_steps_by_hand(form: str) -> None:
-    one, zero = torch.ones(1, 3, 1), torch.zeros(1)
+    one = torch.ones(1, 3, 1)
+    zero = torch.zeros(1)
     # softplus(0) = log 2, and exp(-log 2) = 1/2: the state is halved and gains log 2 at every step
     inputs = ScanInputs(one, 0 * one, torch.tensor([[-1.0]]), one, one, zero, zero)
     y, state = run(selective_scan, form, inputs)
@@ -45,7 +46,8 @@ def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_crosses_the_border_of_a_document(form: str, value: float, begins: int) -> None:
     """Neither a state that is not finite, forward, nor such a gradient, backward."""
     sound = scan_inputs()._replace(documents_BL=(torch.arange(11) >= begins).int().expand(2, -1))
-    broken, tokens = changed(sound, Tensor.clone), by_token(sound)
+    broken = changed(sound, Tensor.clone)
+    tokens = by_token(sound)
     with torch.no_grad():
         broken.state_BEN[0] = value
         for each in (broken.x_BLE, broken.dt_BLE, broken.B_BLN):

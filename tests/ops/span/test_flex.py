@@ -31,9 +31,11 @@ def case(name: str, share: int = 2, device: str = "cpu") -> tuple[list[Tensor], 
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, LENGTH, 2 * share, 16), (2, LENGTH + 40, 2, 16), (2, LENGTH + 40, 2, 16)]
     tensors = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
-    cut, chosen = CUTS[name], []
+    cut = CUTS[name]
+    chosen = []
     for segment in cut.segments:
-        available, rows = cut.available(segment), segment.rows.stop - segment.rows.start
+        available = cut.available(segment)
+        rows = segment.rows.stop - segment.rows.start
         scores = torch.rand(rows, 2, len(available), max(available) + 1, generator=generator)
         chosen.append(None if cut.shift else choose(scores.to(device), available, 3))
     return tensors, cut, chosen

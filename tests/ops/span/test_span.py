@@ -31,7 +31,10 @@ from hybridtron.ops.span.choice import choose, random_relevance, relevance, summ
 
 FORMS = pytest.mark.parametrize("form", ["reference", "blocked", "native"])
 FAST_FORMS = pytest.mark.parametrize("fast", ["blocked", "native"])
-LENGTH, HEADS, GROUPS, SIZE = 45, 4, 2, 8
+LENGTH = 45
+HEADS = 4
+GROUPS = 2
+SIZE = 8
 ALL = slice(0, 2)
 WHOLE = (SpanSegment(ALL, 0, LENGTH),)
 BORDERS = (
@@ -83,16 +86,20 @@ def mixed(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 def by_loops(q: Tensor, k: Tensor, v: Tensor, chunk: int, block: int, rule: ChoiceRule) -> Tensor:
     """One document, token by token: q is (L, H, K), k and v (L, G, K)."""
-    length, heads, share = len(q), q.shape[1], q.shape[1] // k.shape[1]
+    length = len(q)
+    heads = q.shape[1]
+    share = q.shape[1] // k.shape[1]
     y = torch.zeros_like(q)
     summary = {}
     for h, j in itertools.product(range(heads), range(length // block)):
         tokens = range(j * block, (j + 1) * block)
-        keys, values = [k[i, h // share] for i in tokens], [v[i, h // share] for i in tokens]
+        keys = [k[i, h // share] for i in tokens]
+        values = [v[i, h // share] for i in tokens]
         asking = [q[i, h] for i in tokens] if rule.landmarks_HK is None else [rule.landmarks_HK[h]]
         summary[h, j] = sum(mixed(each, keys, values) for each in asking) / len(asking)
     for g, t in itertools.product(range(k.shape[1]), range(math.ceil(length / chunk))):
-        begin, end = t * chunk, min((t + 1) * chunk, length)
+        begin = t * chunk
+        end = min((t + 1) * chunk, length)
         asking = range(begin - chunk, begin) if rule.previous else range(begin, end)
         scores = {
             j: sum(float(q[i, h] @ summary[h, j]) for h in range(g * share, (g + 1) * share) for i in asking)
@@ -226,7 +233,8 @@ def test_summaries_of_landmarks() -> None:
 
 
 def test_relevance_sums_over_the_heads_of_a_group() -> None:
-    sums, of_blocks = torch.randn(2, 3, HEADS, SIZE), torch.randn(2, 5, HEADS, SIZE)
+    sums = torch.randn(2, 3, HEADS, SIZE)
+    of_blocks = torch.randn(2, 5, HEADS, SIZE)
     by_head = torch.einsum("rthk,ruhk->rhtu", sums, of_blocks)
     torch.testing.assert_close(relevance(sums, of_blocks, 2), by_head.unflatten(1, (2, 2)).sum(2))
 

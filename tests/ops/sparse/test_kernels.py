@@ -67,7 +67,8 @@ def inputs_of(
         continues = row.documents_RL[:, remembered] == row.documents_RL[:, remembered - 1]
         kept = remember(budget, before, bins, slots_of(budget))
         memory = SparseMemory(*(None if x is None else emptied(x, continues) for x in kept))
-    at_hand, q = joined(memory, own), q[:, remembered:]
+    at_hand = joined(memory, own)
+    q = q[:, remembered:]
     bins = bins_of(q, own.documents_RS, budget), bins_of(at_hand.keys_RSN, at_hand.documents_RS, budget)
     seen = Seen(budget, at_hand.documents_RS, at_hand.places_RS, *bins, at_hand.scores_RS)
     return SparseInputs(q, at_hand.keys_RSN, at_hand.values_RSP, seen)
@@ -84,7 +85,8 @@ def computed(form: str, inputs: SparseInputs, dtype: torch.dtype) -> list[Tensor
 
 def assert_near_reference(inputs: SparseInputs, dtype: torch.dtype = torch.float32, most: float = TOLERANCE) -> None:
     rounded = SparseInputs(*(x.to(dtype).double() for x in inputs[:3]), inputs.seen)
-    expected, found = computed("reference", rounded, torch.float64), computed(FORM, inputs, dtype)
+    expected = computed("reference", rounded, torch.float64)
+    found = computed(FORM, inputs, dtype)
     for name, ours, theirs in zip(("y", "dq", "dk", "dv"), found, expected, strict=True):
         assert ours.dtype == dtype
         assert (ours.double() - theirs).norm() <= most * theirs.norm().clamp(min=10), name
@@ -144,7 +146,8 @@ def test_the_same_bits_again_and_none_of_another_document(name: str) -> None:
 
 
 def test_what_it_does_not_support() -> None:
-    form, inputs = sparse_attention.named(FORM), inputs_of(RULES["hax"], 3)
+    form = sparse_attention.named(FORM)
+    inputs = inputs_of(RULES["hax"], 3)
     narrow = SparseInputs(*(x.float() for x in inputs[:3]), inputs.seen)
     assert form.device == "cuda"
     assert form.unsupported_reason(narrow) is None
@@ -164,8 +167,10 @@ def shipped() -> None:
     for dtype, size, values in (*sizes, (torch.float32, FP32_SIZE, 1536)):
         for budget in (Budget(bin=64, best=64), Budget(recent=64, strided=64, stride=32)):
             with torch.device("meta"):
-                q, k = torch.empty(8, 8192, size, dtype=dtype), torch.empty(8, 8192, size, dtype=dtype)
-                v, whole = torch.empty(8, 8192, values, dtype=dtype), torch.zeros(8, 8192, dtype=torch.int64)
+                q = torch.empty(8, 8192, size, dtype=dtype)
+                k = torch.empty(8, 8192, size, dtype=dtype)
+                v = torch.empty(8, 8192, values, dtype=dtype)
+                whole = torch.zeros(8, 8192, dtype=torch.int64)
                 bins = (whole, whole) if budget.bin else (None, None)
                 scores = torch.empty(8, 8192) if budget.best else None
             inputs = SparseInputs(*(x.requires_grad_() for x in (q, k, v)), Seen(budget, whole, whole, *bins, scores))

@@ -26,7 +26,8 @@ def test_directions_are_running_sums_of_each_document_and_continue_where_a_row_w
 
 
 def test_directions_have_no_bit_of_another_document() -> None:
-    q, documents = torch.randn(1, 12, 3), torch.tensor([[0] * 5 + [1] * 7])
+    q = torch.randn(1, 12, 3)
+    documents = torch.tensor([[0] * 5 + [1] * 7])
     other = torch.cat((1e4 * torch.randn(1, 5, 3), q[:, 5:]), 1)
     ours, theirs = (query_directions(each, documents, torch.randn(1, 3))[0][:, 5:] for each in (q, other))
     assert torch.equal(ours, theirs)
@@ -34,7 +35,8 @@ def test_directions_have_no_bit_of_another_document() -> None:
 
 def test_sums_are_the_same_in_both_orders() -> None:
     for length in (1, 2, 37):
-        x, documents = torch.randn(2, length, 3, dtype=torch.float64), (torch.rand(2, length) < 0.2).cumsum(1)
+        x = torch.randn(2, length, 3, dtype=torch.float64)
+        documents = (torch.rand(2, length) < 0.2).cumsum(1)
         expected, found = (sums(x, documents) for sums in (document_sums, doubled_sums))
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         x[documents == documents[:, :1]] *= 1e3
@@ -46,7 +48,8 @@ HALVES = slice(0, 4), slice(4, 9)
 
 
 def test_worth_is_a_sum_or_a_mean_over_the_queries_that_may_see_a_key() -> None:
-    q, k = torch.randn(2, 9, 3, dtype=torch.float64), torch.randn(2, 9, 3, dtype=torch.float64)
+    q = torch.randn(2, 9, 3, dtype=torch.float64)
+    k = torch.randn(2, 9, 3, dtype=torch.float64)
     documents = torch.tensor([[0] * 9, [0] * 4 + [1] * 5])
     chosen = torch.tensor([[0, 5, 8], [2, 3, 4]])
     keys = k.gather(1, chosen[..., None].expand(-1, -1, 3))
@@ -66,7 +69,8 @@ def test_worth_is_a_sum_or_a_mean_over_the_queries_that_may_see_a_key() -> None:
 
 
 def test_loss_is_binary_cross_entropy_over_the_pairs_of_a_document() -> None:
-    x, y = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    x = torch.randn(2, 5, dtype=torch.float64)
+    y = torch.randn(2, 5, dtype=torch.float64)
     y[0, 1] = y[0, 3]
     documents = torch.tensor([[0] * 5, [0, 0, 1, 1, 1]])
     rows = []
@@ -84,7 +88,8 @@ def test_loss_is_binary_cross_entropy_over_the_pairs_of_a_document() -> None:
 
 def test_closed_forms_of_the_loss() -> None:
     """Equal scores cost ln 2; a perfect order, far apart, costs the diagonal's ln 2 / k; the gradient of a pair."""
-    y, whole = torch.randn(1, 8, dtype=torch.float64), torch.zeros(1, 8, dtype=torch.int64)
+    y = torch.randn(1, 8, dtype=torch.float64)
+    whole = torch.zeros(1, 8, dtype=torch.int64)
     assert abs(float(ranking_loss(torch.zeros_like(y), y, whole)) - math.log(2)) < 1e-12
     perfect = 1e3 * y.argsort(1).argsort(1).double()
     assert abs(float(ranking_loss(perfect, y, whole)) - math.log(2) / 8) < 1e-12
@@ -95,7 +100,8 @@ def test_closed_forms_of_the_loss() -> None:
 
 
 def test_scores_learn_the_order_of_worth() -> None:
-    y, whole = torch.randn(4, 16, dtype=torch.float64), torch.zeros(4, 16, dtype=torch.int64)
+    y = torch.randn(4, 16, dtype=torch.float64)
+    whole = torch.zeros(4, 16, dtype=torch.int64)
     x = torch.zeros_like(y, requires_grad=True)
     for _ in range(200):
         (grad,) = torch.autograd.grad(ranking_loss(x, y, whole), x)

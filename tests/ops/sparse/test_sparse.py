@@ -37,7 +37,8 @@ PATTERNS = {
     "all": Budget(recent=2, first=2, strided=2, bin=2, best=2, stride=3),
 }
 HASHES = 3
-SIZE, VALUES = 4, 3
+SIZE = 4
+VALUES = 3
 MATRIX = hash_matrix(5, SIZE, HASHES, torch.device("cpu"))
 
 
@@ -152,7 +153,8 @@ def test_tiles_are_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize(("length", "form"), [(256, "dense"), (257, "tiled")])
 def test_short_rows_take_the_dense_mask_on_a_cpu(length: int, form: str) -> None:
-    row, budget = random_row(length), PATTERNS["hax"]
+    row = random_row(length)
+    budget = PATTERNS["hax"]
     inputs = SparseInputs(row.q_RLN, row.k_RLN, row.v_RLP, seen_of(row, budget))
     assert sparse_attention.selected(inputs).name == form
 
@@ -172,14 +174,16 @@ def test_tiles_are_the_reference_at_many_lengths(name: str, most: int) -> None:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_row_cut_anywhere_is_the_whole_row(name: str, form: str) -> None:
     """Values, gradients and the memory at the end, in three pieces, also where documents end; and token by token."""
-    budget, length = PATTERNS[name], 37
+    budget = PATTERNS[name]
+    length = 37
     for borders in (0.0, 0.1):
         row = random_row(length, borders=borders, ties=True)
         with force(sparse_attention=form):
             whole, last = attend(row, budget)
             expected = torch.autograd.grad(whole.square().sum(), row[:3], materialize_grads=True, allow_unused=True)
             for cuts in ((0, 1, 2, length), (0, 9, 30, length), tuple(range(length + 1))):
-                memory, pieces = None, []
+                memory = None
+                pieces = []
                 for start, stop in itertools.pairwise(cuts):
                     piece = row.part(start, stop)
                     if memory is not None:  # of a document that continues alone
@@ -238,7 +242,8 @@ def test_tiles_have_each_pair_once_and_grow_with_the_row_alone(name: str) -> Non
 
 
 def test_bins_are_those_of_the_paper() -> None:
-    x, documents = torch.randn(2, 9, SIZE, dtype=torch.float64), torch.zeros(2, 9, dtype=torch.int64)
+    x = torch.randn(2, 9, SIZE, dtype=torch.float64)
+    documents = torch.zeros(2, 9, dtype=torch.int64)
     for rule in ("sign", "argmax"):
         found = hash_bins(x, documents, MATRIX, rule, "features")
         for r in range(2):
@@ -250,7 +255,8 @@ def test_bins_are_those_of_the_paper() -> None:
 
 
 def test_only_bins_centred_over_the_sequence_see_the_future() -> None:
-    x, documents = torch.randn(1, 40, SIZE, dtype=torch.float64), torch.zeros(1, 40, dtype=torch.int64)
+    x = torch.randn(1, 40, SIZE, dtype=torch.float64)
+    documents = torch.zeros(1, 40, dtype=torch.int64)
     documents[:, 30:] = 1
     changed = x.clone()
     changed[:, 20:30] += 3

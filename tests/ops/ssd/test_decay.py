@@ -23,7 +23,8 @@ def test_with_steps_of_one_the_scan_is_this(form: str, monkeypatch: pytest.Monke
     g = torch.full((2, 11, 4), -0.3, dtype=torch.float64)
     inputs = decay_inputs()._replace(g_BLH=g, documents_BL=TWO_DOCUMENTS, step_BLH=None, own_step_BLH=None, D_H=None)
     q, k, v, _, state, *_ = inputs
-    dt, zero = torch.full((2, 11, 4), 0.541324854612918, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    dt = torch.full((2, 11, 4), 0.541324854612918, dtype=torch.float64)
+    zero = torch.zeros(4, dtype=torch.float64)
     scan = SSDInputs(v, dt, zero - 0.3, k, q, zero, zero, state, TWO_DOCUMENTS)
     y, last = run(decay_scan, form, inputs)
     assert_close((y, last), ssd_scan.reference.function(scan))

@@ -137,7 +137,8 @@ def test_fp16_states_may_be_larger_than_fp16() -> None:
 @pytest.mark.usefixtures("small_tiles")
 def test_the_same_bits_again() -> None:
     inputs = ssd_inputs(1, 20, 2, 4, 1, 4, torch.float32)._replace(documents_BL=document_index([[7, 13]]))
-    first, second = assert_right(inputs), assert_right(inputs)
+    first = assert_right(inputs)
+    second = assert_right(inputs)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -25,7 +25,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @FORMS
 def test_three_steps_by_hand(form: str) -> None:
-    one, zero = torch.ones(1, 3, 1, 1), torch.zeros(1)
+    one = torch.ones(1, 3, 1, 1)
+    zero = torch.zeros(1)
     # softplus(0) = log 2, and exp(-log 2) = 1/2: the state is halved and gains log 2 at every step
     y, state = run(ssd_scan, form, SSDInputs(one, 0 * one[..., 0], torch.tensor([-1.0]), one, one, zero, zero))
     assert_close(y.flatten(), math.log(2) * torch.tensor([1, 1.5, 1.75]))

@@ -27,7 +27,8 @@ def test_gradients(form: str, multiplier: float) -> None:
 @FORMS
 def test_it_is_llamas(form: str) -> None:
     sizes = SimpleNamespace(hidden_size=8, intermediate_size=12, mlp_bias=False, hidden_act="silu")
-    mlp, x = LlamaMLP(sizes), torch.randn(3, 8)
+    mlp = LlamaMLP(sizes)
+    x = torch.randn(3, 8)
     with force(form):
         gate_up = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
         torch.testing.assert_close(mlp.down_proj(swiglu(SwiGLUInputs(gate_up))), mlp(x))
@@ -37,7 +38,8 @@ def test_it_is_llamas(form: str) -> None:
 def test_it_is_that_of_falcon_h1(form: str) -> None:
     """With a multiplier of the gate."""
     config = FalconH1Config(hidden_size=8, intermediate_size=12, mlp_multipliers=[0.7, 1.0])
-    mlp, x = FalconH1MLP(config), torch.randn(3, 8)
+    mlp = FalconH1MLP(config)
+    x = torch.randn(3, 8)
     with force(form):
         gate_up = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
         torch.testing.assert_close(mlp.down_proj(swiglu(SwiGLUInputs(gate_up, 0.7))), mlp(x))
@@ -49,7 +51,8 @@ def test_recomputed_is_bit_equal(dtype: torch.dtype, multiplier: float) -> None:
     results = []
     for form in ("reference", "recomputed"):
         torch.manual_seed(0)
-        gate_up, grad = torch.randn(64, 66, dtype=dtype, requires_grad=True), torch.randn(64, 33, dtype=dtype)
+        gate_up = torch.randn(64, 66, dtype=dtype, requires_grad=True)
+        grad = torch.randn(64, 33, dtype=dtype)
         with force(form):
             y = swiglu(SwiGLUInputs(gate_up, multiplier))
         results.append((y, *torch.autograd.grad(y, gate_up, grad)))

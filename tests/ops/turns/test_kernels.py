@@ -43,7 +43,8 @@ def results(form: str, inputs: TurnInputs) -> list[torch.Tensor]:
     ids=["two groups", "an odd channel", "halves"],
 )
 def test_they_equal_the_reference(sizes: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
-    inputs, device = inputs_of(*sizes, dtype), compute_device()
+    inputs = inputs_of(*sizes, dtype)
+    device = compute_device()
     exact = results("reference", TurnInputs(*(t.detach().double().requires_grad_() for t in inputs)))
     found = results("triton", TurnInputs(*(t.detach().to(device).requires_grad_() for t in inputs)))
     for name, one, other in zip(("k", "q", *inputs._fields), found, exact, strict=True):
@@ -70,7 +71,8 @@ def test_angles_equal_the_reference(documents: list[list[int]] | None) -> None:
     index = None
     if documents is not None:
         index = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in documents])
-    inputs, device = AngleInputs(torch.rand(2, 70, 2), 3 * torch.randn(2, 70, 3), index), compute_device()
+    inputs = AngleInputs(torch.rand(2, 70, 2), 3 * torch.randn(2, 70, 3), index)
+    device = compute_device()
     wide = AngleInputs(*(tensor.double() for tensor in inputs[:2]), index)
     moved = AngleInputs(*(t if t is None else t.to(device) for t in inputs))
     for one, other in zip(angle_results("triton", moved), angle_results("reference", wide), strict=True):
@@ -79,7 +81,8 @@ def test_angles_equal_the_reference(documents: list[list[int]] | None) -> None:
 
 
 def test_no_number_of_a_document_is_in_the_angles_of_another() -> None:
-    steps, rates = torch.rand(1, 40, 1), torch.randn(1, 40, 2)
+    steps = torch.rand(1, 40, 1)
+    rates = torch.randn(1, 40, 2)
     documents = torch.arange(2).repeat_interleave(torch.tensor([18, 22]))[None]
     steps[0, 3] = torch.nan
     with force(angles="triton"):

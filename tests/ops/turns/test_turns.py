@@ -23,7 +23,8 @@ def document_index(lengths: list[list[int]] | None) -> Tensor | None:
 
 
 def angle_inputs(length: int = 80, documents: list[list[int]] | None = None, dtype=torch.float64) -> AngleInputs:
-    steps, rates = torch.rand(2, length, 3, dtype=dtype), math.pi * torch.randn(2, length, 4, dtype=dtype).tanh()
+    steps = torch.rand(2, length, 3, dtype=dtype)
+    rates = math.pi * torch.randn(2, length, 4, dtype=dtype).tanh()
     return AngleInputs(steps.requires_grad_(), rates.requires_grad_(), document_index(documents))
 
 
@@ -47,7 +48,8 @@ def test_angles_by_hand(form: str) -> None:
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
 @pytest.mark.parametrize("fast", FAST_ANGLES)
 def test_fast_angles_equal_the_reference(fast: str, documents: list[list[int]] | None) -> None:
-    inputs, found = angle_inputs(documents=documents), {}
+    inputs = angle_inputs(documents=documents)
+    found = {}
     for form in ("reference", fast):
         with force(angles=form):
             theta = angles(inputs)
@@ -81,7 +83,8 @@ def test_long_rows_keep_their_angles(form: str) -> None:
 
 def test_turned_by_hand() -> None:
     """(1, 0) by a quarter turn is (0, 1); the last entries stay."""
-    x, quarter = torch.tensor([1.0, 0.0, 0.0, 2.0, 5.0]), torch.tensor([math.pi / 2, math.pi])
+    x = torch.tensor([1.0, 0.0, 0.0, 2.0, 5.0])
+    quarter = torch.tensor([math.pi / 2, math.pi])
     assert_close(turned(x, quarter), torch.tensor([0.0, 1.0, 0.0, -2.0, 5.0]), atol=1e-6, rtol=0)
 
 

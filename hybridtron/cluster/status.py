@@ -33,6 +33,24 @@ from hybridtron.train.records import read_lines, read_record
 RECENT = 20  # number of steps over which speed is averaged
 TAIL = 2**20  # bytes read from the end of metrics.jsonl; a step with many metrics takes a few hundred bytes
 WIDTH = 200  # characters per line if the output is not a terminal
+STATES = {
+    "RUNNING": "running",
+    "RESIZING": "running",
+    "SIGNALING": "running",
+    "SUSPENDED": "suspended",
+    "STOPPED": "suspended",
+    "CONFIGURING": "starting",
+    "COMPLETING": "ending",
+    "STAGE_OUT": "ending",
+    "PENDING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_FED": "queued",
+    "REQUEUE_HOLD": "held",
+    "SPECIAL_EXIT": "held",
+    "RESV_DEL_HOLD": "held",
+}
+"""The run's state for each of SLURM's job states. Of a run's jobs, the one whose state comes first here counts."""
+
 SILENT_S = 1800.0  # a run without SLURM and without an outcome is shown as silent after this time without a step
 
 
@@ -138,11 +156,8 @@ def _state(
     folder: Path, attempts: list[Attempt], jobs: list[Queued], submission: dict[str, Any], lines: list[dict[str, Any]]
 ) -> tuple[str, str]:
     """Return the state as one or two words, and an explanation, which may be empty."""
-    if running := [job for job in jobs if job.state == "RUNNING"]:
-        return "running", f"on {running[0].nodes}"
     if jobs:
-        before = f"; before that {attempts[-1].outcome}: {attempts[-1].why}" if attempts and attempts[-1].why else ""
-        return "queued", f"job {jobs[0].job} waits ({jobs[0].reason}), start {jobs[0].start}{before}"
+        return _state_in_queue(jobs, attempts)
     if submission.get("error"):
         return "not submitted", str(submission["error"])
     if attempts and attempts[-1].decision == "stop":
@@ -155,6 +170,25 @@ def _state(
         return "begun", "no step yet, and no word of an end"
     silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
     return ("running", "") if silent < SILENT_S else ("silent", f"the last step was {clock(silent)} ago")
+
+
+def _state_in_queue(jobs: list[Queued], attempts: list[Attempt]) -> tuple[str, str]:
+    """Return the state and an explanation for a run with jobs that have not ended.
+
+    A job state that is not in `STATES` is shown in SLURM's own words.
+    """
+    known = list(STATES)
+    job = min(jobs, key=lambda job: known.index(job.state) if job.state in known else len(known))
+    own_words = job.state.lower().replace("_", " ")
+    state = STATES.get(job.state, own_words)
+    if state == "running":
+        return state, f"on {job.nodes}"
+    if state == "held":
+        return state, f"job {job.job} waits ({job.reason}) until: scontrol release {job.job}"
+    if state != "queued":
+        return state, f"job {job.job} is {own_words} on {job.nodes}"
+    before = f"; before that {attempts[-1].outcome}: {attempts[-1].why}" if attempts and attempts[-1].why else ""
+    return state, f"job {job.job} waits ({job.reason}), start {job.start}{before}"
 
 
 def _config(folder: Path) -> Config:

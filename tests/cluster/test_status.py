@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def run(configuration: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return folder
 
 
-def submitted(run: Path, queue: str, error: str | None = None) -> None:
-    (run / "slurm" / "submission.json").write_text(json.dumps({"jobs": ["7"], "error": error}))
+def submitted(run: Path, queue: str, error: str | None = None, jobs: Sequence[str] = ("7",)) -> None:
+    (run / "slurm" / "submission.json").write_text(json.dumps({"jobs": jobs, "error": error}))
     program = run.parent / "bin" / "squeue"
     program.write_text(f"#!/bin/bash\nprintf '{queue}'\n")
     program.chmod(0o755)
@@ -65,6 +66,26 @@ def test_a_job_that_runs_and_one_that_waits(run: Path) -> None:
     found = status.status(run)
     assert found.state == "queued"
     assert found.why == "job 7 waits (Resources), start 2026-01-01T00:00:00"
+
+
+@pytest.mark.parametrize(
+    ("queue", "state", "why"),
+    [
+        ("7|CONFIGURING|None|n[1-2]|x\\n", "starting", "job 7 is configuring on n[1-2]"),
+        ("7|SUSPENDED|None|n1|x\\n", "suspended", "job 7 is suspended on n1"),
+        ("7|COMPLETING|None|n1|x\\n", "ending", "job 7 is completing on n1"),
+        ("8|PENDING|Dependency||x\\n7|COMPLETING|None|n1|x\\n", "ending", "job 7 is completing on n1"),
+        ("8|COMPLETING|None|n3|x\\n7|RUNNING|None|n1|x\\n", "running", "on n1"),
+        ("7|STAGE_OUT|None|n1|x\\n", "ending", "job 7 is stage out on n1"),
+        ("7|REQUEUED|BeginTime||x\\n", "queued", "job 7 waits (BeginTime), start x"),
+        ("7|REQUEUE_HOLD|JobHeldUser||x\\n", "held", "job 7 waits (JobHeldUser) until: scontrol release 7"),
+        ("7|POWER_UP_NODE|None|n1|x\\n", "power up node", "job 7 is power up node on n1"),
+    ],
+)
+def test_states_of_jobs_that_neither_run_nor_wait(queue: str, state: str, why: str, run: Path) -> None:
+    submitted(run, queue, jobs=["7", "8"])
+    found = status.status(run)
+    assert (found.state, found.why) == (state, why)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from hybridtron.config.exportable import CannotExport
 from hybridtron.config.units import readable
 from hybridtron.file_errors import in_words, is_of_the_user
 from hybridtron.interop.config_json import CannotImport
-from hybridtron.interop.export import ExportPlan, export, target_of
+from hybridtron.interop.export import DTYPES, ExportPlan, export, target_of
 from hybridtron.interop.import_folder import ImportFolder, same_tensors, take_over
 from hybridtron.interop.native import Native
 from hybridtron.interop.peft_adapter import export_adapter
 from hybridtron.interop.peft_import import adapted_folder, is_adapter_folder, prove_adapter
+from hybridtron.interop.reader import Weights
 from hybridtron.interop.sample import sample_size, verify_sample
-from hybridtron.interop.verify import DTYPES, NotTheSame, Proof, verify
+from hybridtron.interop.verify import NotTheSame, Proof, verify
 from hybridtron.problems import Unusable
 
 
@@ -113,6 +114,7 @@ def _adapter_imported(chosen: argparse.Namespace, output: Path) -> int:
 
 def verified(chosen: argparse.Namespace) -> int:
     """Prove an existing export again."""
+    Weights(chosen.output)  # raises CannotImport if weights are missing or can't be read
     proof = verify(chosen.output, newest_of(chosen.source))
     lengths = ", ".join(map(str, proof.lengths))
     print(f"{chosen.output}: the same; logits of {lengths} tokens apart by {proof.logits:.1e} of the largest, at most")

@@ -13,10 +13,12 @@ appears atomically, after a proof that it computes the same logits.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +29,7 @@ from hybridtron.checkpoint.manifest import FILE, GREATEST
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import RECORD, CannotExport, export_class
 from hybridtron.interop.card import SHARED_PAD, card
+from hybridtron.interop.config_json import CannotImport
 from hybridtron.interop.custom import Custom
 from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
 from hybridtron.interop.native_bamba import Bamba
@@ -58,6 +61,7 @@ NATIVES: tuple[Native, ...] = (
 )
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LONGEST = "max_position_embeddings"
 UNKNOWN_LENGTH = 2048  # transformers' default if config.json has no max_position_embeddings
 Progress = Callable[[int, int], None]
@@ -131,6 +135,32 @@ def target_of(model: ModelConfig, wanted: Wanted) -> Native:
     """
     name = export_class(model, wanted)
     return next(target for target in TARGETS if target.name == name)
+
+
+def class_of(folder: Path, settings: Mapping[str, Any]) -> Native:
+    """Return the class that a folder's config.json names first in `architectures`.
+
+    Raises CannotImport if the class is not known, or if config.json has another class's model_type.
+    """
+    path, names = folder / "config.json", settings.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    target = next((target for target in TARGETS if target.name == name), None)
+    if target is None:
+        known = ", ".join(target.name for target in TARGETS)
+        raise CannotImport(f"{path} has architectures={reprlib.repr(names)}, must begin with one of {known}")
+    if (found := settings.get("model_type")) != target.model_type:
+        raise CannotImport(f"{path} has model_type={reprlib.repr(found)}, must be {target.model_type} for {name}")
+    return target
+
+
+def dtype_of(folder: Path, settings: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that config.json names, fp32 if none. Raises CannotImport if it is not known."""
+    key = "dtype" if "dtype" in settings else "torch_dtype"  # the latter was written before transformers 5
+    name = settings.get(key) or "float32"
+    if not isinstance(name, str) or name not in DTYPES:
+        path = folder / "config.json"
+        raise CannotImport(f"{path} has {key}={reprlib.repr(name)}, must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def export(output: Path, plan: ExportPlan, prove: Callable[[Path], None], progress: Progress) -> list[str]:

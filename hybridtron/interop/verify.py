@@ -27,9 +27,11 @@ from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.data.batch import SeqInfo
-from hybridtron.interop.config_json import LARGEST, read_object
+from hybridtron.interop.config_json import LARGEST, read_object, settings_of
 from hybridtron.interop.custom import AUTO_MAP
-from hybridtron.interop.export import NATIVES, TARGETS
+from hybridtron.interop.export import NATIVES, class_of, dtype_of
+from hybridtron.interop.native import Native
+from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.shipped_code import is_shipped, shipped_code
 from hybridtron.model.generate import generate
 from hybridtron.model.lm import LanguageModel
@@ -37,7 +39,6 @@ from hybridtron.model.stack import Beside, Residual, ResidualOut
 from hybridtron.ops.multiplied import multiplied
 from hybridtron.regular_files import read_regular
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE, ENLARGED = 1e-5, 1e-4  # fractions of the largest logit; see _allowed
 NEW_TOKENS = 12
 CHUNKS = 300  # tokens; longer than one chunk of any scan
@@ -58,23 +59,31 @@ class Proof:
 
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
-    """Compare a folder with a full checkpoint. Raises NotTheSame if they differ."""
+    """Compare a folder with a full checkpoint. Raises NotTheSame if they differ, CannotImport for a bad config.json."""
     return same_model(folder, checkpoint.config.model, whole_model(checkpoint))
 
 
 def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
-    """Compare a folder with our model in memory. Raises NotTheSame if they differ.
+    """Compare a folder with our model in memory. Raises NotTheSame if they differ, CannotImport for a bad config.json.
 
     `ours` has the checkpoint's weights; they are rounded to the folder's dtype, except those that exports keep in fp32.
     """
+    settings = settings_of(folder)
+    target, dtype = class_of(folder, settings), dtype_of(folder, settings)
+    fp32_keys = {key for rule in _rules(folder, target, model) if rule.fp32 for key in rule.ours}
     with quiet():
-        settings = read_object(folder / "config.json")
-        target = next(target for target in TARGETS if target.name in settings["architectures"])
         theirs = loaded(folder, target.proven_with)
         if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
             raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, the checkpoint has not")
-        fp32_keys = {key for rule in target.rules(model) if rule.fp32 for key in rule.ours}
-        return same_answers(folder, theirs, in_fp32(ours, DTYPES[settings["dtype"]], fp32_keys), model)
+        return same_answers(folder, theirs, in_fp32(ours, dtype, fp32_keys), model)
+
+
+def _rules(folder: Path, target: Native, model: ModelConfig) -> list[TensorRule]:
+    """Return a class's conversion rules for our model. Raises NotTheSame if the class has no such sub-layers."""
+    try:
+        return target.rules(model)
+    except LookupError as error:
+        raise NotTheSame(f"{folder} is a {target.name}, which can't be the checkpoint's {model.pattern}") from error
 
 
 def same_answers(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> Proof:
@@ -190,7 +199,7 @@ def brings_our_code(folder: Path) -> bool:
     """
     settings = read_object(folder / "config.json")
     auto_map = settings.get("auto_map")
-    if auto_map is None or settings["architectures"][0] in {target.name for target in NATIVES}:
+    if auto_map is None or class_of(folder, settings) in NATIVES:
         return False
     if auto_map != AUTO_MAP:
         raise NotTheSame(f"{folder / 'config.json'} names code that is not ours in auto_map: {auto_map}")

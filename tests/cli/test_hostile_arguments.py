@@ -82,12 +82,14 @@ def test_a_folder_of_somebody_else(here: Path, capsys: pytest.CaptureFixture[str
 
 DEEP_JSON = "[" * 20_000 + "]" * 20_000
 DEEP_YAML = f"a: {DEEP_JSON}"
+CHAINED = "grid: [&a0 [1], " + ", ".join(f"&a{n + 1} [*a{n}]" for n in range(5000)) + "]"
 LESS_DEEP = '{"a": ' * 900 + "1" + "}" * 900
 WRITTEN = ["data", "prepare", "--input", "in.jsonl", "--tokenizer", "tokenizer", "--output", "out"]
 NESTED = [
     ("deep.yaml", DEEP_YAML, ["sweep", "deep.yaml"]),
     ("deep.yaml", "grid: " + LESS_DEEP, ["sweep", "deep.yaml"]),
     ("deep.yaml", "settings: &a [*a]", ["sweep", "deep.yaml"]),
+    ("deep.yaml", CHAINED, ["sweep", "deep.yaml"]),
     ("deep.yaml", DEEP_YAML, ["train", "recipe=./deep.yaml", "run.plan=true"]),
     ("deep.json", DEEP_JSON, ["tasks", "show", "qa_1", "--length", "512", "data=deep.json"]),
     ("deep.json", LESS_DEEP, ["tasks", "show", "qa_2", "--length", "512", "data=deep.json"]),
@@ -110,6 +112,15 @@ def test_files_that_are_nested_without_end(
     said = refused(words, capsys)
     assert Path(file).name in said
     assert any(word in said for word in ("nested", "deep", "within itself", "recursion")), said
+
+
+def test_aliases_that_repeat_without_end(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """30 levels of two aliases each stand for 2**30 values."""
+    wide = "grid: [&a0 [1, 1], " + ", ".join(f"&a{n + 1} [*a{n}, *a{n}]" for n in range(30)) + "]"
+    (here / "wide.yaml").write_text(wide)
+    said = refused(["sweep", "wide.yaml"], capsys)
+    assert "wide.yaml can't be read: it repeats *a" in said
+    assert "to more than 1,048,576 characters" in said
 
 
 def full(*_: object) -> None:

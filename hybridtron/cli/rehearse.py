@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hybridtron.cli.given import positive
 from hybridtron.config.check import require, warnings
 from hybridtron.config.load import load
 from hybridtron.evaluate.pictures import require_format
@@ -42,7 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them: recipe=samba_421m"
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="processes of the whole run (default: one model's)")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="processes of the whole run (default: one model's)")
     parser.add_argument(
         "--rank", default="0", metavar="N", help="the rank to play, or `all`: one of each pipeline rank"
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.cli import rehearse
 from hybridtron.cli.given import checkpoints_at, importable
 from hybridtron.cli.main import main
 from hybridtron.config.exportable import RECORD
@@ -64,3 +65,11 @@ def test_what_needs_no_import_is_said(
     assert "`hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B` gets it" in said
     assert "hybridtron import" not in said
     assert importable(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize("gpus", ["0", "-4", "two"])
+def test_processes_to_rehearse_are_at_least_one(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        rehearse.parse(["recipe=samba_421m", f"--gpus={gpus}"])
+    assert f"argument --gpus: '{gpus}' must be a whole number of at least 1" in capsys.readouterr().err
+    assert rehearse.parse(["recipe=samba_421m", "--gpus=16"]).gpus == 16

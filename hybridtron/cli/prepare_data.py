@@ -50,7 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns with *, or: embedded")
     add("--output", type=path_of, required=True, metavar="DIR", help="the folder to be made")
     add("--tokenizer", type=path_of, metavar="DIR", help="a folder on this machine with tokenizer.json, or that file")
-    add("--workers", type=int, metavar="N", help="processes, each with one thread (default: 1)")
+    add("--workers", type=int, default=1, metavar="N", help="processes of one thread each, at least 1 (default: 1)")
     add("--source", metavar="NAME", help="the source of documents that name none (default: text)")
     add("--validation", type=share, metavar="SHARE", help="held out by content (default: 0.5%%)")
     add("--shard-size", type=size, metavar="BYTES", help="of a shard before compression (default: 64MB)")
@@ -72,7 +72,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    """End the process with exit code 2 if options contradict each other, or --tokenizer is missing."""
+    """End the process with exit code 2 if options contradict each other, or one is missing or out of range."""
+    if chosen.workers < 1:
+        parser.error(f"--workers is {chosen.workers}, must be at least 1")
     if EMBEDDED in chosen.input:  # a folder with this name is written ./embedded
         unsupported = {key for key, value in vars(chosen).items() if value is not None} - EMBEDDED_TAKES
         if len(chosen.input) > 1 or unsupported:
@@ -158,9 +160,8 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
         max_tokens=chosen.max_tokens,
     )
     max_bad = 0.001 if chosen.max_bad is None else chosen.max_bad
-    workers = 1 if chosen.workers is None else chosen.workers
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker is one thread, even if it is this process
-    return prepare(found_inputs.inputs, chosen.output, vocabulary, settings, workers, max_bad)
+    return prepare(found_inputs.inputs, chosen.output, vocabulary, settings, chosen.workers, max_bad)
 
 
 def report_skipped(found: FoundInputs) -> None:
@@ -188,7 +189,7 @@ def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
     from hybridtron.data.prepare import embedded
     from hybridtron.data.prepare.documents import ArgumentError
 
-    folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size, chosen.packages, chosen.workers or 1)
+    folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size, chosen.packages, chosen.workers)
     made_for = folder.manifest.origin.get("asked_vocab_size")
     if made_for != chosen.vocab_size:
         raise ArgumentError(f"{chosen.output} is there, made for --vocab-size {made_for}; give another --output")

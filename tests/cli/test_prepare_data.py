@@ -89,6 +89,8 @@ WRONG = {
     "'100%' is no": ["--input", "{file}", "--tokenizer", "{tokenizer}", "--max-bad", "101%"],
     "'big' is not a number of bytes": ["--input", "{file}", "--shard-size", "big"],
     "--workers is 0": ["--input", "{file}", "--tokenizer", "{tokenizer}", "--workers", "0"],
+    "--workers is 0, must be at least 1": ["--input", "embedded", "--vocab-size", "400", "--workers", "0"],
+    "--workers is -2": ["--input", "embedded", "--vocab-size", "400", "--workers", "-2"],
     "--compression is lz4": ["--input", "{file}", "--tokenizer", "{tokenizer}", "--compression", "lz4"],
     "--vocab-size goes with --input embedded": ["--input", "{file}", "--vocab-size", "400"],
     "--input embedded needs --vocab-size": ["--input", "embedded"],

@@ -142,10 +142,18 @@ def main(arguments: list[str]) -> int:
 
 def folder_for(path: Path, checkpoint: Path, chosen: argparse.Namespace) -> Path:
     """Return the folder for a checkpoint's results."""
-    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+    checkpoint = named(checkpoint)
+    run = named(checkpoint.parent)
+    if run.name == "checkpoints":
+        run = named(run.parent)
     if chosen.output is None:
         return run / "evaluation" / checkpoint.name
     return chosen.output if len(chosen.paths) == 1 else chosen.output / f"{run.name}-{checkpoint.name}"
+
+
+def named(path: Path) -> Path:
+    """Return a path that ends in a name: one that ends in `.` or `..` is resolved."""
+    return path.resolve() if path.name in ("", "..") else path
 
 
 def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: Console) -> None:
@@ -158,8 +166,8 @@ def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: 
         raise Unusable("two of the runs have the same name and step, and so the same folder below --output")
     for path, checkpoint in checkpoints.items():
         with served(checkpoint, layout(chosen.layout), chosen.self_extend, chosen.attention) as model:
-            name = f"{folders[path].parent.parent.name if chosen.output is None else path.name}, step {model.step}"
-            evaluation = ask(model, name, folders[path])
+            run = folders[path].parent.parent if chosen.output is None else named(path)
+            evaluation = ask(model, f"{run.name}, step {model.step}", folders[path])
             if model.first:
                 evaluations.append(evaluation)
                 report(evaluation, console)

@@ -265,6 +265,43 @@ def test_a_model_without_a_recurrent_state(data: Path, tmp_path: Path, capsys) -
     assert not list((run / "evaluation").rglob("states*"))
 
 
+@pytest.mark.parametrize(
+    ("place", "path"),
+    [
+        (".", "."),
+        ("logs", ".."),
+        (".", "checkpoints/step-00000004"),
+        ("checkpoints/step-00000004", "."),
+        ("checkpoints", "step-00000004"),
+    ],
+)
+def test_a_run_is_named_from_within_its_folder(
+    place: str, path: str, run: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved, ignore=shutil.ignore_patterns("evaluation"))
+    monkeypatch.chdir(moved / place)
+    options = ["--length", "2x", "--rows", "1", "--instruments", "positions"]
+    lines = reported(capsys, path, *options).splitlines()
+    assert lines[0] == "moved, step 4"
+    assert lines[-1] == f"written: {moved / 'evaluation/step-00000004/index.html'}"
+    assert (moved / "evaluation/step-00000004/results.json").exists()
+
+
+def test_runs_to_compare_are_named_from_within_one_of_them(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(run, tmp_path / name, ignore=shutil.ignore_patterns("evaluation"))
+    monkeypatch.chdir(tmp_path / "first")
+    options = ["--length", "2x", "--rows", "1", "--instruments", "positions", "--output", tmp_path / "out"]
+    said = reported(capsys, ".", "../second", *options)
+    assert "first, step 4" in said.splitlines()
+    assert "second, step 4" in said.splitlines()
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {
+        "first-step-00000004",
+        "second-step-00000004",
+    }
+
+
 def test_too_little_text_is_said(run: Path, capsys) -> None:
     said = refused(capsys, run, "--length", "400")
     assert "takes 401 tokens" in said

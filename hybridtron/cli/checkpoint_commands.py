@@ -66,7 +66,8 @@ def listed(chosen: argparse.Namespace) -> int:
             table.add_row(path.name, "", "", "", f"broken: {error}")
             code = 1
             continue
-        size, meta = sum(file.size for file in checkpoint.manifest.files.values()), checkpoint.meta
+        size = sum(file.size for file in checkpoint.manifest.files.values())
+        meta = checkpoint.meta
         loss = "" if meta.validation is None else f"{meta.validation:.4f}"
         table.add_row(str(meta.step), f"{readable(size)}B", loss, meta.layout, "valid")
     show(table)

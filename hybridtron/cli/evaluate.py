@@ -160,7 +160,8 @@ def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: 
     """Evaluate every checkpoint, and compare them if there are several. Only the first process prints."""
     from hybridtron.evaluate.run import compared
 
-    ask, evaluations = asking(chosen), []
+    ask = asking(chosen)
+    evaluations = []
     folders = {path: folder_for(path, checkpoint, chosen) for path, checkpoint in checkpoints.items()}
     if len(set(folders.values())) < len(chosen.paths):
         raise Unusable("two of the runs have the same name and step, and so the same folder below --output")

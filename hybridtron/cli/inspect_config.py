@@ -99,7 +99,8 @@ def dry_run(config: Config) -> int:
 
 def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> dict[str, Any]:
     """Return all results as plain values. FLOPs are for the first phase's sequence length."""
-    model_count, phases = count(config.model, config.phases[0].seq_len), resolve(config)
+    model_count = count(config.model, config.phases[0].seq_len)
+    phases = resolve(config)
     results = {
         "parameters": model_count.parameters,
         "flops_per_token": model_count.flops_per_token,

@@ -203,7 +203,8 @@ def show(folder: TokenFolder) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    manifest, console = folder.manifest, Console(highlight=False, soft_wrap=True)
+    manifest = folder.manifest
+    console = Console(highlight=False, soft_wrap=True)
     table = Table("source", "split", box=None)
     masked = any(source.learned is not None for sources in manifest.splits.values() for source in sources.values())
     for title in ("tokens", "documents", "shards", *(["learned"] if masked else [])):

@@ -116,7 +116,8 @@ def budget(name: str, settings: Sequence[str], found: dict[str, Any], writes: bo
     """Write the cost budget of a configuration, or print the costs that exceed it. Returns the exit code."""
     from hybridtron.rehearse import budget as budgets
 
-    costs, path = budgets.budget_of(found), budgets.path_of(name)
+    costs = budgets.budget_of(found)
+    path = budgets.path_of(name)
     if writes:
         print(budgets.write(name, settings, costs))
         return 0

@@ -111,7 +111,8 @@ def prepare_main(arguments: list[str]) -> int:
     chosen = parser.parse_intermixed_args(arguments)
     from hybridtron.tasks.prepare import prepare
 
-    tasks, output = _named_tasks(chosen.tasks), not_there_yet(chosen.output)
+    tasks = _named_tasks(chosen.tasks)
+    output = not_there_yet(chosen.output)
     request = WrittenSet(tasks, tuple(chosen.length), chosen.validation, chosen.training, chosen.seed, ByteTokens())
     try:
         with progress_bar(str(output)) as moved:

@@ -34,7 +34,9 @@ def evaluated(
 
     `ends` says that the step is the phase's last, at which both are due. All processes call this together.
     """
-    run, step, tokens = phase.config.run, metrics.step, phase.settings.tokens_per_step
+    run = phase.config.run
+    step = metrics.step
+    tokens = phase.settings.tokens_per_step
     if ends or step % parse_steps(run.eval_every, tokens) == 0:
         beat(f"the evaluation at step {step}")
         losses, by_source = evaluate(engine, sources, phase)
@@ -53,7 +55,8 @@ def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[di
     source.
     """
     run, settings = phase.config.run, phase.settings
-    documents, tokens = phase.documents, parse_tokens(run.eval_tokens)
+    documents = phase.documents
+    tokens = parse_tokens(run.eval_tokens)
     piece = settings.seq_len * max(run.eval_lengths)
     names = [source.name for source in sources.having("validation")]
     by_length: dict[str, float] = {}

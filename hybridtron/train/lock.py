@@ -88,7 +88,8 @@ class RunLock:
 
     def _wait(self) -> None:
         """Take the lock as soon as its holder releases it. Raises ConfigError when the patience ends."""
-        until, reported = time.monotonic() + self.patience_s, False
+        until = time.monotonic() + self.patience_s
+        reported = False
         while not self._taken():
             holder = self._holder or "another process"
             if time.monotonic() > until or self.given_up():
@@ -142,7 +143,8 @@ class RunLock:
 
     def _beats(self) -> bool:
         """Return True unless this process has watched the holder for STALE_S without a change of its time stamp."""
-        beat, now = (self._holder, os.fstat(self._file).st_mtime_ns), time.monotonic()
+        beat = (self._holder, os.fstat(self._file).st_mtime_ns)
+        now = time.monotonic()
         if beat != self._beat_of:
             self._beat_of, self._changed = beat, now
         return now < self._changed + STALE_S

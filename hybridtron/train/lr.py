@@ -23,7 +23,8 @@ def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> f
     settings = phases[index].settings
     if settings.lr_piece is LrPiece.decay:
         assert settings.lr_to is not None
-        begun, whole = _end_of(phases, index - 1), parse_tokens(settings.tokens)
+        begun = _end_of(phases, index - 1)
+        whole = parse_tokens(settings.tokens)
         at = LrPosition(tokens, warmup=0, whole=whole, decay=whole)
         return settings.lr_to + (begun - settings.lr_to) * SHAPES[phases[index].optim.schedule].height(at)
     leader = index
@@ -67,7 +68,8 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
         from_zero = leader == 0 or hold or phase.moments is Moments.reset or phase.init_from is not None
         begun = 0.0 if from_zero else min(_end_of(phases, leader - 1), peak)
         return begun + (peak - begun) * tokens / warmup
-    shape, lowest = SHAPES[optim.schedule], peak * optim.final_lr
+    shape = SHAPES[optim.schedule]
+    lowest = peak * optim.final_lr
     decay = parse_share(optim.decay, whole) if shape.uses_decay else 0
     return lowest + (peak - lowest) * shape.height(LrPosition(tokens, warmup, whole - hold, decay))
 

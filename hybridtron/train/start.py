@@ -63,7 +63,8 @@ def _named(named: str, key: str) -> Checkpoint:
 
     The value is a checkpoint folder, a run's folder for its newest, or RUN@best for its lowest held-out loss.
     """
-    path, cure = Path(folder_of(named)), "name a run's folder that has one, or a whole checkpoint"
+    path = Path(folder_of(named))
+    cure = "name a run's folder that has one, or a whole checkpoint"
     if named.endswith(BEST):
         if (checkpoint := checkpoints.best(path)) is None:
             why = f"{path} holds no checkpoint with a held-out loss, which those of steps have at which it is measured"
@@ -195,7 +196,8 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fou
     A phase that is resumed in its middle needs the same data in the same order. Any other phase needs the same
     tokenizer. With `run.accept_data_changes` the differences are returned instead of raised.
     """
-    stored, step = start.meta.data, start.meta.step
+    stored = start.meta.data
+    step = start.meta.step
     keys = found if phase.start_step < step < phase.end_step else ["tokenizer"]
     accepted = config.run.accept_data_changes
     cure = "set it back, start from scratch with run.resume=never, or continue anyway with run.accept_data_changes=true"

@@ -215,7 +215,8 @@ class Trainer:
         """Train one step and return its metrics; `asked` is the time at which its data was requested."""
         arrived = time.perf_counter()
         lr = learning_rate(self.phases, phase.index, phase.phase_tokens_at(step))
-        number, guard = step - phase.start_step - 1, self.engine.guard
+        number = step - phase.start_step - 1
+        guard = self.engine.guard
         if guard.refused or self.skipped_data.jumps(phase.index, number):
             self.engine.invalidate_states()
         self.engine.forward_backward(batches, number)

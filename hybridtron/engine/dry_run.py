@@ -55,7 +55,8 @@ def faults(config: Config, ranks: list[Built]) -> list[str]:
 
     A tied embedding may be on two pipeline stages.
     """
-    table, tensor = parameter_table(config.model), config.parallel.tensor
+    table = parameter_table(config.model)
+    tensor = config.parallel.tensor
     homes = shared_homes(config.model, stages_of(config))
     lines = []
     for name, parameter in table.items():

@@ -113,7 +113,8 @@ class Engine:
             self.carrier.begin(step)
         for projection in self.rounded:
             projection.forget()
-        z_loss, batches = self.config.optim.z_loss, self._keyed(batches, step)
+        z_loss = self.config.optim.z_loss
+        batches = self._keyed(batches, step)
         with self.statistics.step():
             inputs = (batches, z_loss, self.groups, self.device, self.carrier)
             loss = run_schedule(self.wrapped, *inputs, auxiliary=tuple(self.auxiliary))
@@ -204,7 +205,8 @@ class Engine:
         """
         groups, weights = self.groups, []
         for name, weight in self._current_weights():
-            parameter, marked = self.optimizer.table[name], cast(Any, weight)
+            parameter = self.optimizer.table[name]
+            marked = cast(Any, weight)
             cuts = parameter.active_cuts(mesh_sizes(groups.mesh))
             main = not marked.shared and writes(name, groups, cuts, copied_over_data=True)
             weights += weight_blocks(name, [full_rectangle(weight.data)], parameter, groups.mesh, main)

@@ -97,7 +97,8 @@ def _length_sent(stages: Sequence[nn.Module], batch: Batch) -> int:
     It is the full rows' length, since Megatron divides it by the number of context-parallel ranks.
     """
     first: Any = stages[0].module
-    length, share = batch.tokens_BL.shape[1], batch.seq.share
+    length = batch.tokens_BL.shape[1]
+    share = batch.seq.share
     return length * (1 if share is None else share.size) * (2 if first.model.carries_embedding else 1)
 
 

@@ -117,7 +117,8 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
     megatron = schedule_config(config.model.width, dtype, sent, config.parallel)
     products = {"fp8": fp8_of(config), "accumulate": config.parallel.gradient_accumulation_fusion}
     tensor = replace(groups.tensor, products=replace(groups.tensor.products, **products))
-    homes, stages = shared_homes(config.model, layers), []
+    homes = shared_homes(config.model, layers)
+    stages = []
     for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline_rank)):
         place = ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, tensor)
         with device:
@@ -147,7 +148,8 @@ def fp8_of(config: Config) -> Fp8 | None:
     # group is passed even if it has one rank: without a group, Transformer Engine would reduce over all processes, also
     # those of other pipeline stages.
     shared: Any = parallel_state.get_amax_reduction_group(with_context_parallel=True)
-    history, layers = precision.history, fp8_layers(config)
+    history = precision.history
+    layers = fp8_layers(config)
     return Fp8(precision.name, layers, history, precision.emulate, precision.cache_weights, shared)
 
 

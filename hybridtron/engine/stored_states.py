@@ -46,7 +46,8 @@ def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
                 {**groups.mesh, "context": groups.context},
             )
         if layer in carrier.moments:
-            moments, first = carrier.moments[layer], groups.copies.rank == 0
+            moments = carrier.moments[layer]
+            first = groups.copies.rank == 0
             tensor = groups.tensor.rank
             offset, main = (
                 ((0, 0), first and tensor == 0) if part.heads == 1 else ((0, tensor * moments.shape[1]), first)

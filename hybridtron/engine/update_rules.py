@@ -100,7 +100,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _of_whole(self, name: str, shard: Shard) -> Tensor:
         """Compute the direction for a full weight; return this rank's entries, and update its state."""
-        weight, stored = self.table[name], shard.parts
+        weight = self.table[name]
+        stored = shard.parts
         wide = _computed_with(shard)
         declared = self.rule.parts(name, weight)
         gradient = None if shard.master is None or shard.master.grad is None else shard.master.grad.view(-1)

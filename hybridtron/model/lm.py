@@ -73,7 +73,8 @@ class LanguageModel(nn.Module):
         offload: int = 0,
     ) -> None:
         super().__init__()
-        arch, tensor = architecture(config), model_slice.tensor
+        arch = architecture(config)
+        tensor = model_slice.tensor
         self.slice, self.recompute = model_slice, recompute
         self.tied, self.residual_fp32 = config.tie_embeddings, config.residual_fp32
         self.embedding_multiplier, self.logits_scaling = config.embedding_multiplier, config.logits_scaling

@@ -228,11 +228,13 @@ class Stack(nn.ModuleDict):
         stream = ResidualStream(x_LBD, None, embedded_LBD)
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
-        offloaded, normed_LBD = OffloadedPass(), None
+        offloaded = OffloadedPass()
+        normed_LBD = None
         for name, layer in self.items():
             index = int(name)
             state = None if states is None else states.get(index)
-            is_beside, again = isinstance(layer, Beside), name in self.recomputed and torch.is_grad_enabled()
+            is_beside = isinstance(layer, Beside)
+            again = name in self.recomputed and torch.is_grad_enabled()
             # Add before checkpointing, which then saves one input tensor instead of two.
             inputs = (normed_LBD,) if is_beside else stream.settled() if again else stream
             if again:

@@ -55,7 +55,8 @@ def weight_blocks(
 
 def lane_blocks(key: str, held: Tensor, part: StatePart, lanes: range, total: int, mesh: Mesh) -> list[ShardedTensor]:
     """Return the blocks for one state part of this rank's lanes, out of `total` lanes."""
-    shape, cuts = [total, *held.shape[1:]], part.active_cuts(mesh_sizes(mesh))
+    shape = [total, *held.shape[1:]]
+    cuts = part.active_cuts(mesh_sizes(mesh))
     first = all(ranks.rank == 0 for ranks in _copied(mesh, cuts))
     rectangles = [(Rectangle((lanes.start, *[0] * (held.dim() - 1)), held), first)]
     for cut in cuts:

@@ -64,8 +64,10 @@ def own_tokens(length: int, context: ContextGroup) -> slice:
 
 def seq_of_share(seq: SeqInfo, context: ContextGroup) -> SeqInfo:
     """Return the `SeqInfo` for this rank's sequence shard, cut from the full rows' one."""
-    documents_BL, (rows, length) = seq.documents_BL, seq.positions_BL.shape
-    shard, device = own_tokens(length, context), seq.positions_BL.device
+    documents_BL = seq.documents_BL
+    rows, length = seq.positions_BL.shape
+    shard = own_tokens(length, context)
+    device = seq.positions_BL.device
     first, share_length = shard.start, shard.stop - shard.start
     if documents_BL is None:
         behind_B, unbroken_B = (

@@ -64,7 +64,8 @@ def cut(whole: Tensor, sharded: Sharded, mesh: Mesh, leading: int = 0) -> Tensor
 def gather(share: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
     """Return the full weight on every rank, from all ranks' shards. All ranks must call this together."""
     for axis_cut in reversed(parameter.active_cuts(mesh_sizes(mesh))):
-        ranks, own_shard = mesh[axis_cut.over], share.contiguous()
+        ranks = mesh[axis_cut.over]
+        own_shard = share.contiguous()
         shares = [torch.empty_like(own_shard) for _ in range(ranks.size)]
         dist.all_gather(shares, own_shard, group=ranks.group)
         share = join(shares, parameter, axis_cut)

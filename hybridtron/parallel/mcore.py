@@ -34,7 +34,8 @@ def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel:
     `sent` is the type of the tensors sent between stages. The model is not built of Megatron's layers, so layer and
     head counts are placeholders that pass Megatron's checks.
     """
-    interleaved, on_cuda = parallel.virtual_pipeline > 1, compute_device().type == "cuda"
+    interleaved = parallel.virtual_pipeline > 1
+    on_cuda = compute_device().type == "cuda"
     return TransformerConfig(
         num_layers=parallel.pipeline * parallel.virtual_pipeline,
         hidden_size=width,

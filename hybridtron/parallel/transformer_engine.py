@@ -118,7 +118,8 @@ class TransformerEngineStatistics(ScalingStatistics):
                 with region(self.fp8):
                     layer.init_fp8_metadata()
             for kind, first, count in ((FORWARD, Role.x, 2), (BACKWARD, Role.dy, 1)):
-                statistics, roles = layer.fp8_meta[kind], len(Role)
+                statistics = layer.fp8_meta[kind]
+                roles = len(Role)
                 history_RH = statistics.amax_history[:, :count].T
                 yield Part(f"fp8_history.{name}", (roles, history_RH.shape[1]), (first, 0), history_RH)
                 yield Part(f"fp8_scale.{name}", (roles,), (first,), statistics.scale[:count])

@@ -68,7 +68,8 @@ class Heads(Mixer):
                 tokens_before(x_BLC, taps, before.get(name), seq)
                 for x_BLC, name in ((q_BLC, "q_conv"), (kv_BLC[0], "kv_conv"))
             ]
-            silu, documents = self.heads.conv_silu, seq.documents_BL
+            silu = self.heads.conv_silu
+            documents = seq.documents_BL
             of_q = ConvInputs(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
             of_kv = ConvInputs(kv_BLC[0], self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
             (q_BLC, new["q_conv"]), (mixed_kv_BLC, new["kv_conv"]) = causal_conv(of_q), causal_conv(of_kv)
@@ -162,7 +163,9 @@ class Attention(Heads):
     def attend(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:
-        form, by, rope = None, self.self_extend, self.heads.positions
+        form = None
+        by = self.self_extend
+        rope = self.heads.positions
         if seq.key is None and by is not None and rope is not None:
             places = Places(seq.positions_BL, rope, self.rotary_dim)
 

@@ -80,7 +80,8 @@ class Mamba2(Mixer):
         parts = self._multiplied(*projected(x_LBD, self.tensor, in_parts, self.bc_proj))
         z_BLE, x_BLE, dt_BLH, bc_BLC = (part.transpose(0, 1) for part in parts)
         before = state or {}
-        documents_BL, width = seq.documents_BL, self.spec.conv - 1
+        documents_BL = seq.documents_BL
+        width = self.spec.conv - 1
         tails = [
             tokens_before(x_BLC, width, before.get(name), seq)
             for x_BLC, name in ((x_BLE, "x_conv"), (bc_BLC, "bc_conv"))

@@ -62,7 +62,8 @@ class Mamba3(Mixer):
         self.out_proj = row_parallel(inner, sizes.width, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        x_LBD, before = enter(x_LBD, self.tensor), state or {}
+        x_LBD = enter(x_LBD, self.tensor)
+        before = state or {}
         sizes = (self.inner, self.inner, self.heads, self.heads, self.heads)
         parts = self.in_proj(x_LBD).split(sizes, dim=-1)
         z_BLE, x_BLE, dt_BLH, a_BLH, trap_BLH = (part.transpose(0, 1) for part in parts)
@@ -79,7 +80,8 @@ class Mamba3(Mixer):
 
     def normed_pair(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normed B and C of the groups that this rank's heads use."""
-        eps, weights = self.spec.norm_eps, (self.B_norm_weight, self.C_norm_weight)
+        eps = self.spec.norm_eps
+        weights = (self.B_norm_weight, self.C_norm_weight)
         pair = self.bc_proj(x_LBD).transpose(0, 1).chunk(2, dim=-1)
         groups = (part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in pair)
         B_BLGN, C_BLGN = (rms_norm(RMSNormInputs(x, w, eps)) for x, w in zip(groups, weights, strict=True))
@@ -136,7 +138,8 @@ def trapezoid(dt_BLH: Tensor, a_BLH: Tensor, trap_BLH: Tensor) -> Trapezoid:
 
 def of_next_token(x_BLH: Tensor, documents_BL: Tensor | None) -> Tensor:
     """Return each token's successor in x; zero if that belongs to another document or row."""
-    next_BLH, starts_BL = F.pad(x_BLH[:, 1:], (0, 0, 0, 1)), document_starts(documents_BL)
+    next_BLH = F.pad(x_BLH[:, 1:], (0, 0, 0, 1))
+    starts_BL = document_starts(documents_BL)
     return next_BLH if starts_BL is None else next_BLH.masked_fill(F.pad(starts_BL[:, 1:], (0, 1)).unsqueeze(2), 0)
 
 

@@ -28,7 +28,8 @@ class RWKV6(Mixer):
     def __init__(self, spec: RWKV6Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
         self.spec, self.tensor, width, inner = spec, tensor, sizes.width, len(STREAMS) * spec.mix_rank
-        channels, whole = tensor.share(width), tensor.whole().without_fp8()
+        channels = tensor.share(width)
+        whole = tensor.whole().without_fp8()
         self.heads = channels // spec.head_dim
         self.mix_input = nn.Parameter(torch.empty(width))
         self.mix_down = column_parallel(width, inner, whole)

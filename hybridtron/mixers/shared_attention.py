@@ -40,7 +40,10 @@ class SharedBlock(Heads):
         super().__init__(spec, sizes, tensor)
         block: SharedBlockSpec = spec
         self.adapts_attention = block.adapt_attention
-        width, in_width, rank, whole = sizes.width, block.input_width(sizes), block.rank, tensor.whole()
+        width = sizes.width
+        in_width = block.input_width(sizes)
+        rank = block.rank
+        whole = tensor.whole()
         self.in_norm, self.mlp_norm = RMSNorm(in_width, block.norm_eps), RMSNorm(width, block.norm_eps)
         self.gate_up = column_parallel(width, 2 * block.hidden, tensor)
         # each rank gets the sums of its own channels, which are the input shard of the row-parallel `linear`

@@ -66,7 +66,8 @@ class SpanAttention(Heads):
     ) -> tuple[Tensor, State]:
         if seq.key is None and self.spec.eval == "full":
             return self.attend_within(None, q_BLHK, k_BLGK, v_BLGK, before, seq)
-        chunk, remembered = self._chunk(seq), self.spec.remembered(training=seq.key is not None)
+        chunk = self._chunk(seq)
+        remembered = self.spec.remembered(training=seq.key is not None)
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         seen_counts = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
         counts = [(count, self._kept(count, chunk, remembered)) for count in seen_counts]
@@ -75,7 +76,8 @@ class SpanAttention(Heads):
         memory = memory_before(k_BLGK, v_BLGK, reach, memory, seq)
         k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
         if self.spec.memory == "shifted":
-            y_BLHK, new = self._shifted(q_BLHK, k_BSGK, v_BSGK, self._own(rows, [], seq)[0]), State()
+            y_BLHK = self._shifted(q_BLHK, k_BSGK, v_BSGK, self._own(rows, [], seq)[0])
+            new = State()
         else:
             chosen, new = self._chosen(rows, (q_BLHK, k_BSGK, v_BSGK), before, seq)
             y_BLHK = span_attention(SpanInputs(q_BLHK, k_BSGK, v_BSGK, *self._own(rows, chosen, seq)))
@@ -153,7 +155,8 @@ class SpanAttention(Heads):
         rule = ChoiceRule(self.spec.blocks, self.spec.relevance == "previous_chunk", landmarks_HK)
         past = SpanPast(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
         carried = CarriedBlocks(*self.spec.carried_blocks(self.spec.remembered(training=seq.key is not None)))
-        past_of, length = partial(known_of, cut, rule, heads, past), q_BLHK.shape[1]
+        past_of = partial(known_of, cut, rule, heads, past)
+        length = q_BLHK.shape[1]
         if seq.share is not None:
             q_BTHK = tokens_before(q_BLHK.detach(), cut.block - 1, before.get("queries"), seq)
             assert q_BTHK is not None

@@ -95,7 +95,8 @@ class SparseBranch(nn.Module):
         if not self.options.hashed:
             return lambda x_RSN, documents_RS: None
         matrix_Nh = hash_matrix(seq.number(f"hash/{self.layer}"), self.size, self.options.columns, device)
-        rule, centre = self.options.bins, self.options.centre
+        rule = self.options.bins
+        centre = self.options.centre
         return lambda x_RSN, documents_RS: hash_bins(x_RSN, documents_RS, matrix_Nh, rule, centre)
 
     def _memory(self, before: State, own: SparseKeys, hashed: Hash, groups: int, seq: SeqInfo) -> SparseMemory | None:
@@ -103,7 +104,8 @@ class SparseBranch(nn.Module):
 
         With context parallelism these are the carried ones and those from all earlier sequence shards.
         """
-        memory, share = _carried(before, groups), seq.share
+        memory = _carried(before, groups)
+        share = seq.share
         if share is None:
             return memory
         behind_R, reaches_R = (x_B.repeat_interleave(groups) for x_B in (share.behind_B, share.reaches_B))
@@ -121,7 +123,8 @@ class SparseBranch(nn.Module):
         self, q_RLN: Tensor, k_RLN: Tensor, documents_RL: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, Tensor]:
         """Return each key's score in fp32, and the queries' sum. No gradient flows to queries and keys."""
-        sums_BGN, batch = before.get("sparse_queries"), len(seq.positions_BL)
+        sums_BGN = before.get("sparse_queries")
+        batch = len(seq.positions_BL)
         zeros_RN = q_RLN.new_zeros(len(q_RLN), self.size)
         if seq.share is not None:
             _, added_RN = query_directions(q_RLN, documents_RL, zeros_RN)
@@ -195,7 +198,8 @@ def _of_row(x_RL: Tensor, chosen_RC: Tensor, share: RowShare | None) -> Tensor:
 
 def _earlier(kept: SparseMemory, behind_R: Tensor, share: RowShare) -> Iterator[SparseMemory]:
     """Yield the keys that each earlier sequence shard remembers of the document continuing into this one."""
-    size, entries_RMC = kept.keys_RMN.shape[2], torch.cat((kept.keys_RMN, kept.values_RMP), dim=2)
+    size = kept.keys_RMN.shape[2]
+    entries_RMC = torch.cat((kept.keys_RMN, kept.values_RMP), dim=2)
     scores = [] if kept.scores_RM is None else [kept.scores_RM]
     parts = zip(*(earlier_shares(x, share) for x in (entries_RMC, kept.places_RM, *scores)), strict=True)
     for hop, (entries, places_RM, *of_scores) in zip(range(share.size - 1, 0, -1), parts, strict=True):

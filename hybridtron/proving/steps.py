@@ -57,7 +57,8 @@ class Steps:
 
 def plain_adamw(model: LanguageModel, config: Config, lr: float, fused: bool = False) -> torch.optim.AdamW:
     """Return torch's own AdamW with the recipe's settings."""
-    weights, optim = dict(model.named_parameters()), config.optim
+    weights = dict(model.named_parameters())
+    optim = config.optim
     groups = [
         {"params": [w for name, w in weights.items() if model.table[name].decay is decayed], "weight_decay": amount}
         for decayed, amount in ((True, optim.weight_decay), (False, optim.weight_decay * optim.decay_all))
@@ -74,7 +75,8 @@ def speed(config: Config, seconds: float) -> tuple[float, float]:
 
 def random_batches(config: Config) -> list[Batch]:
     """Return the micro-batches for one step of the first phase: random tokens without masks."""
-    phase, generator = config.phases[0], torch.Generator().manual_seed(0)
+    phase = config.phases[0]
+    generator = torch.Generator().manual_seed(0)
     rows, length = phase.micro_batch, phase.seq_len
     batches = []
     for _ in range(phase.global_batch // rows):

@@ -33,14 +33,16 @@ def _normed(out: ResidualOut) -> Tensor:
 
 
 def _twice_under_sequence_parallelism(self: Beside, normed_LBD: Tensor, state: State | None, seq: Any) -> ResidualOut:
-    out, tensor = _beside(self, normed_LBD, state, seq), cast(TensorGroup, self.mixer.tensor)
+    out = _beside(self, normed_LBD, state, seq)
+    tensor = cast(TensorGroup, self.mixer.tensor)
     times = 2 if tensor.sequence else 1
     return out._replace(stream=out.stream._replace(pending_LBD=times * out.stream.newest_LBD))
 
 
 def _settled_before_the_last(self: Stack, *given: Any) -> StackOut:
     """Send the stream to the next stage without the last sub-layer's output, if that is a parallel branch."""
-    out, last = _stack(self, *given), list(self.values())[-1]
+    out = _stack(self, *given)
+    last = list(self.values())[-1]
     return out._replace(x_LBD=out.x_LBD - cast(Tensor, last.added_LBD)) if isinstance(last, Beside) else out
 
 

@@ -99,7 +99,8 @@ def differences(
     for name, expected in truth.gradients.items():
         changed = [step.gradients[name] for step in moved]
         yield _difference(f"gradient of {name}", ranks[0].gradients[name], expected, largest, precision, changed)
-    table, largest = parameter_table(config.model), _largest_norm(truth.weights)
+    table = parameter_table(config.model)
+    largest = _largest_norm(truth.weights)
     for rank, step in enumerate(ranks):
         for name, value in step.weights.items():
             expected, *changed = (cut(serial.weights[name], table[name], step.mesh) for serial in (truth, *moved))
@@ -121,7 +122,8 @@ def _difference(
 
     `largest` is the largest norm of its kind. `moved` are expected tensors of steps from moved weights.
     """
-    difference, norm = _distance(found, expected), float(expected.double().norm())
+    difference = _distance(found, expected)
+    norm = float(expected.double().norm())
     limit = precision.relative * norm + precision.absolute * largest
     limit += precision.rounding * max((_distance(moved_tensor, expected) for moved_tensor in moved), default=0.0)
     if difference == 0.0:

@@ -117,7 +117,8 @@ def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Ste
     """Run the step in plain torch, from slightly moved weights if `move` is not 0; each value moves them
     differently.
     """
-    optim, batches = config.optim, micro_batches(config)
+    optim = config.optim
+    batches = micro_batches(config)
     with default_dtype(precision.dtype):
         model = LanguageModel(config.model).cast(precision.dtype)
         initialise(model, config.run.seed)
@@ -126,7 +127,8 @@ def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Ste
             if precision.noisy_start or move:
                 weight.data.copy_(starting_weight(config, precision, move, name))
             weight.requires_grad_(resolve(config)[0].learns(name))
-        seed, rows = phase_seed(config.run.seed, 0), config.phases[0].micro_batch
+        seed = phase_seed(config.run.seed, 0)
+        rows = config.phases[0].micro_batch
         keyed = [batch.keyed(step_key(seed, 0, 0, index * rows)) for index, batch in enumerate(batches)]
         loss, tokens, auxiliary = _add_up(model, keyed, optim.z_loss)
         gradients = {name: torch.zeros_like(w) if w.grad is None else w.grad / tokens for name, w in weights.items()}
@@ -162,7 +164,8 @@ def starting_weight(config: Config, precision: AuditPrecision, move: int, name: 
 
     If `move` is not 0, each value is moved by about its last bit.
     """
-    parameter, seed = parameter_table(config.model)[name], config.run.seed
+    parameter = parameter_table(config.model)[name]
+    seed = config.run.seed
     weight = starting_value(parameter.init, parameter.shape, seed, name)
     if precision.noisy_start:
         weight = weight + starting_value(Normal(0.05), parameter.shape, seed, f"noise/{name}")
@@ -177,7 +180,8 @@ def micro_batches(config: Config) -> list[Batch]:
 
     They have document boundaries, masks of different density, and one row that is masked entirely.
     """
-    phase, generator = config.phases[0], torch.Generator().manual_seed(config.run.seed)
+    phase = config.phases[0]
+    generator = torch.Generator().manual_seed(config.run.seed)
     count, rows, length = phase.global_batch // phase.micro_batch, phase.micro_batch, phase.seq_len
     batches = []
     for index in range(count):

@@ -29,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print_list()
         return 0
-    cases, precisions, gpus = cases_of(arguments), PRECISIONS, list[str]()
+    cases = cases_of(arguments)
+    precisions = PRECISIONS
+    gpus = list[str]()
     if arguments.gpus:
         gpus = visible_gpus()
         cases = list(on_gpus(cases, len(gpus)))
@@ -44,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Return the selected cases. Raises ConfigError if a name is unknown or a layout does not fit."""
-    bug, layouts = arguments.fake_bug, arguments.layouts
+    bug = arguments.fake_bug
+    layouts = arguments.layouts
     if bug is not None:
         _known("--fake-bug", [bug], list(BUGS))
     if arguments.cases is not None:
@@ -148,7 +151,8 @@ def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str |
     except WorkerError as error:
         rows.add_row(*described, "", "", "[red]failed[/red]", "", "")
         return [f"{place}: the run failed, {error}"]
-    worst, wrong = differences[0], [difference for difference in differences if not difference.passes]
+    worst = differences[0]
+    wrong = [difference for difference in differences if not difference.passes]
     color = "red" if wrong else "green"
     off = (f"{worst.relative:.1e}", f"[{color}]{worst.of_limit:.2g}[/{color}]")
     largest = max(difference.relative for difference in differences if difference.is_tensor)

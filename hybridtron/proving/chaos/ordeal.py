@@ -66,7 +66,8 @@ class Ordeal:
             self.starts += 1
             if self.starts > most:
                 raise OrdealFailed(f"{self.run.home} has not finished in {most:.0f} starts")
-            started, struck = ProcessStart(self.run), len(self.faults)
+            started = ProcessStart(self.run)
+            struck = len(self.faults)
             try:
                 self._watch(started, progress, bar)
             finally:
@@ -81,9 +82,12 @@ class Ordeal:
 
         Raises OrdealFailed if the run makes no progress.
         """
-        line_count, moved, failed = 0, time.monotonic(), None
+        line_count = 0
+        moved = time.monotonic()
+        failed = None
         while len(codes := started.codes) < PROCESSES:
-            now, new_count = time.monotonic(), len(started.new_lines())
+            now = time.monotonic()
+            new_count = len(started.new_lines())
             if new_count != line_count:
                 line_count, moved = new_count, now
                 shown = f"{self.run.home.name}, {len(self.faults)} faults"

@@ -91,7 +91,8 @@ def write_data(path: Path) -> None:
 
     from hybridtron.data.prepare.writer import write_folder
 
-    random, end = np.random.default_rng(0), VOCAB - 1
+    random = np.random.default_rng(0)
+    end = VOCAB - 1
 
     def documents(count: int) -> Iterator[np.ndarray]:
         for length in random.integers(20, 200, count):

@@ -28,7 +28,8 @@ def started(run: Run) -> subprocess.Popen[bytes]:
 
 def wait_until(run: Run, torchrun: subprocess.Popen[bytes], steps: int) -> None:
     """Wait until `steps` more steps are done or the start has ended; with 0, until a start holds the run's lock."""
-    until, target_count = time.monotonic() + START_S, len(run.lines()) + steps
+    until = time.monotonic() + START_S
+    target_count = len(run.lines()) + steps
     while torchrun.poll() is None and time.monotonic() < until:
         if (run.folder / ".lock").exists() and len(run.lines()) >= target_count:
             return

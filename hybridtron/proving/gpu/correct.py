@@ -125,7 +125,8 @@ def _survived(name: str, part: Callable[[], list[Found]]) -> list[Found]:
 
 def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
     """Return the errors of one mixer kind with all its options, and those of its ops."""
-    device, errors = compute_device(), list[Found]()
+    device = compute_device()
+    errors = list[Found]()
     for dtype in TOLERANCES:
         calls: list[Call] = []
         for options in OPTIONS[kind]:
@@ -138,7 +139,8 @@ def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
 
 def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
     """Return the errors of adapters, and those of all ops without a mixer."""
-    device, errors = compute_device(), list[Found]()
+    device = compute_device()
+    errors = list[Found]()
     for dtype in TOLERANCES:
         for adapter, options in ADAPTERS.items():
             errors.append((adapter, dtype, _adapter_error(options, sizes.width, length, dtype, device)))
@@ -245,7 +247,8 @@ def _adapter_error(options: dict[str, Any], width: int, length: int, dtype: torc
 
 def filled_mixer(spec: MixerSpec, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> Mixer:
     """Build a mixer with initial weights; zeros are replaced by noise, because they would hide their factors."""
-    mixer, table = build_mixer(spec, sizes, SINGLE_RANK), spec.parameters(sizes)
+    mixer = build_mixer(spec, sizes, SINGLE_RANK)
+    table = spec.parameters(sizes)
     for name, weight in mixer.named_parameters():
         start = starting_value(table[name].init, tuple(weight.shape), 1, name)
         weight.data.copy_(start if start.any() else starting_value(NOISE, tuple(weight.shape), 1, name))

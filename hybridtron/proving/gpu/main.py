@@ -57,7 +57,8 @@ def main(arguments: list[str]) -> int:
     from hybridtron.ops.registry import choices
     from hybridtron.proving.measuring import BenchReport, publish
 
-    parts, device = chosen.only or list(PARTS), compute_device().type
+    parts = chosen.only or list(PARTS)
+    device = compute_device().type
     if device == "cpu" and not chosen.rehearse:
         print(f"no CUDA device here. On a machine with one this would run {', '.join(parts)}:\n\n{__doc__}")
         return 0

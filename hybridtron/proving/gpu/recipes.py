@@ -39,7 +39,9 @@ PACKAGES = ("torch", TRITON, "megatron-core", *BESIDE)
 
 def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
     """Report a line for each of these recipes, or all, and write a file next to the cards; failures become notes."""
-    cells, checkout, failed = [], pages(), list[str]()
+    cells = []
+    checkout = pages()
+    failed = list[str]()
     for name in names or (QUICK if report.quick else choices_of("recipe")):
         try:
             settings = fitting(name, report.quick)

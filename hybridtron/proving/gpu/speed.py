@@ -60,7 +60,9 @@ def trained(report: BenchReport, name: str, rows: int, precision: str) -> tuple[
     loss = steps.losses[-1].item()
     del steps
     gc.collect()
-    phase, peak, memory = config.phases[0], config.cluster.peak_tflops, peak_memory_gib()
+    phase = config.phases[0]
+    peak = config.cluster.peak_tflops
+    memory = peak_memory_gib()
     tokens, tflops = speed(config, seconds)
     return (
         name,

@@ -170,7 +170,7 @@ def require_layout(config: Config, parallel: ParallelConfig) -> None:
 def _among_ranks(
     checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer, parallel: ParallelConfig
 ) -> Iterator[Served]:
-    """Load each rank's part of the model, and stop the process groups after the block."""
+    """Load each rank's part of the model. The process groups are stopped after the block, and aborted on an error."""
     from hybridtron.device import DTYPES, megatron_context
     from hybridtron.engine.serving import slices, staged_reader
     from hybridtron.parallel import groups as process_groups
@@ -178,21 +178,25 @@ def _among_ranks(
     dtype = DTYPES[config.precision.name]
     with megatron_context():
         groups = process_groups.start(parallel)
-        parts = slices(config.model, parallel, groups, dtype)
-        for part in parts:
-            fill(checkpoint, part)
-        yield Served(
-            checkpoint.folder,
-            config,
-            checkpoint.meta.step,
-            tokenizer,
-            end_of(checkpoint),
-            staged_reader(parts, config.model, groups, dtype),
-            groups.data_rank,
-            groups.data_size,
-            groups.is_first,
-            alone=False,
-        )
+        try:
+            parts = slices(config.model, parallel, groups, dtype)
+            for part in parts:
+                fill(checkpoint, part)
+            yield Served(
+                checkpoint.folder,
+                config,
+                checkpoint.meta.step,
+                tokenizer,
+                end_of(checkpoint),
+                staged_reader(parts, config.model, groups, dtype),
+                groups.data_rank,
+                groups.data_size,
+                groups.is_first,
+                alone=False,
+            )
+        except BaseException:
+            process_groups.abort()
+            raise
         process_groups.stop()
 
 

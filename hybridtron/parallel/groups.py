@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridtron.config.layout import ProcessLaunch, launched
@@ -134,6 +135,16 @@ def stop() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort() -> None:
+    """Destroy the groups after an error, without waiting for other ranks, which may be waiting for this one.
+
+    `stop` would first complete this rank's collectives under NCCL.
+    """
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        distributed_c10d._abort_process_group()
 
 
 def barrier() -> None:

@@ -82,8 +82,8 @@ def listed(chosen: argparse.Namespace) -> int:
 def verified(chosen: argparse.Namespace) -> int:
     """Read every byte of the checkpoints and print faults. Returns 1 if there is one."""
     code = 0
-    of_run = (chosen.path / "checkpoints").is_dir()
-    if of_run and (fault := folders.pointer_fault(chosen.path)):
+    is_run = (chosen.path / "checkpoints").is_dir()
+    if is_run and (fault := folders.pointer_fault(chosen.path)):
         print(fault)
         code = 1
     for path in checkpoints_at(chosen.path):
@@ -114,8 +114,8 @@ def resharded(chosen: argparse.Namespace) -> int:
     not_there_yet(chosen.output)
     source = opened(chosen.path)
     try:
-        with progress_bar("files") as moved:
-            files = rewrite(source, chosen.output, size, moved)
+        with progress_bar("files") as report_progress:
+            files = rewrite(source, chosen.output, size, report_progress)
     except BrokenCheckpoint as error:
         print(error, file=sys.stderr)
         return 1

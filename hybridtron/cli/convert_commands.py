@@ -74,8 +74,8 @@ def exported(chosen: argparse.Namespace) -> int:
         if chosen.verify == "sample":
             proofs.append(verify_sample(folder, source, plan.target))
 
-    with progress_bar("weights") as moved:
-        warnings = export(output, plan, prove, moved)
+    with progress_bar("weights") as report_progress:
+        warnings = export(output, plan, prove, report_progress)
     for warning in warnings:
         print(f"warning: {chosen.output}: {warning}", file=sys.stderr)
     outcome = f"logits apart by {proofs[0].logits:.1e} of the largest, at most" if proofs else "not verified"

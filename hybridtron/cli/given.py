@@ -127,7 +127,7 @@ def _in_lines(what: str, console: Console) -> Callable[[int, int], None]:
         now = time.monotonic()
         if now - reported > EVERY and done:
             reported = now
-            left = timedelta(seconds=round((now - started) * (of - done) / done))
-            console.print(f"{what}: {done} of {of}, {left} left")
+            time_left = timedelta(seconds=round((now - started) * (of - done) / done))
+            console.print(f"{what}: {done} of {of}, {time_left} left")
 
     return moved

@@ -141,13 +141,13 @@ def configs_of(sweep: Sweep, folder: Folder) -> dict[str, Config]:
 def _watched(sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int]) -> Iterator[EndedRun]:
     """Run the remaining runs behind a progress bar over the steps of all runs."""
     longest = max(steps.values())
-    whole = sum(steps[run.name] or longest for run in sweep.runs)
-    with progress_bar("steps") as moved:
+    total_steps = sum(steps[run.name] or longest for run in sweep.runs)
+    with progress_bar("steps") as report_progress:
         reached = {run.name: folder.step(run.name) for run in sweep.runs}
 
         def watch(running: Collection[str]) -> None:
             reached.update((name, folder.step(name)) for name in running)
-            moved(sum(reached.values()), whole)
+            report_progress(sum(reached.values()), total_steps)
 
         yield from carry_out(sweep, folder, jobs, watch)
 
@@ -198,8 +198,8 @@ def draw(sweep: Sweep, shown: Sequence[results.Point], output: Path) -> None:
 
 def set_places(axes: Axes, places: dict[str, float]) -> None:
     """Label the x axis at the tried values; it is logarithmic if they span a factor of TIMES, as learning rates do."""
-    least, most = min(places.values()), max(places.values())
-    if least > 0 and most >= TIMES * least:
+    smallest, largest = min(places.values()), max(places.values())
+    if smallest > 0 and largest >= TIMES * smallest:
         axes.set_xscale("log")
     axes.set_xticks(list(places.values()), list(places))
     axes.minorticks_off()

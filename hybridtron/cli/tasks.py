@@ -115,8 +115,8 @@ def prepare_main(arguments: list[str]) -> int:
     output = not_there_yet(chosen.output)
     request = WrittenSet(tasks, tuple(chosen.length), chosen.validation, chosen.training, chosen.seed, ByteTokens())
     try:
-        with progress_bar(str(output)) as moved:
-            folder = prepare(request, output, moved)
+        with progress_bar(str(output)) as report_progress:
+            folder = prepare(request, output, report_progress)
     except OSError as error:
         raise Unusable(in_words(error, chosen.output)) from error
     manifest = folder.manifest
@@ -140,8 +140,8 @@ def download_main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=path_of, default=FOLDER, metavar="DIR", help="default: %(default)s")
     chosen = parser.parse_args(arguments)
     for name in chosen.names:
-        with progress_bar(name) as moved:
-            file = download(PUBLISHED[name], chosen.output, moved)
+        with progress_bar(name) as report_progress:
+            file = download(PUBLISHED[name], chosen.output, report_progress)
         print(file)
     return 0
 
@@ -158,8 +158,8 @@ def _write(chosen: argparse.Namespace) -> list[Path]:
     tokenizer = open_tokens(chosen.tokenizer)
     output = not_there_yet(chosen.output)
     request = WrittenSet(tasks, tuple(chosen.length), chosen.evaluation, chosen.training, chosen.seed, tokenizer)
-    with progress_bar(str(output)) as moved:
-        return write(request, output, moved)
+    with progress_bar(str(output)) as report_progress:
+        return write(request, output, report_progress)
 
 
 def _named_tasks(words: list[str]) -> tuple[Task, ...]:

@@ -34,8 +34,8 @@ def main(arguments: list[str]) -> int:
     if not chosen.folder.is_dir():
         why = "is not a folder" if chosen.folder.exists() else "does not exist"
         raise Unusable(f"{chosen.folder} {why}; a dataset with a URL is verified where it was prepared")
-    with progress_bar(f"{chosen.folder}: shards") as moved:
-        report = verify(chosen.folder, chosen.workers, moved)
+    with progress_bar(f"{chosen.folder}: shards") as report_progress:
+        report = verify(chosen.folder, chosen.workers, report_progress)
     for fault in report.faults:
         print(fault)
     print(summary(chosen.folder, report))

@@ -23,10 +23,10 @@ def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> f
     settings = phases[index].settings
     if settings.lr_piece is LrPiece.decay:
         assert settings.lr_to is not None
-        begun = _end_of(phases, index - 1)
-        whole = parse_tokens(settings.tokens)
-        at = LrPosition(tokens, warmup=0, whole=whole, decay=whole)
-        return settings.lr_to + (begun - settings.lr_to) * SHAPES[phases[index].optim.schedule].height(at)
+        start_lr = _end_of(phases, index - 1)
+        phase_tokens = parse_tokens(settings.tokens)
+        at = LrPosition(tokens, warmup=0, whole=phase_tokens, decay=phase_tokens)
+        return settings.lr_to + (start_lr - settings.lr_to) * SHAPES[phases[index].optim.schedule].height(at)
     leader = index
     while phases[leader].settings.lr_piece is LrPiece.carry_on:
         leader -= 1
@@ -56,22 +56,22 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
     phase, optim = phases[leader].settings, phases[leader].optim
     peak = phase.lr
     assert peak is not None
-    whole = parse_tokens(phase.tokens)
+    total_tokens = parse_tokens(phase.tokens)
     for follower in phases[leader + 1 :]:
         if follower.settings.lr_piece is not LrPiece.carry_on:
             break
-        whole += parse_tokens(follower.settings.tokens)
-    hold, warmup = parse_share(optim.hold, whole), parse_share(optim.warmup, whole)
+        total_tokens += parse_tokens(follower.settings.tokens)
+    hold, warmup = parse_share(optim.hold, total_tokens), parse_share(optim.warmup, total_tokens)
     if tokens <= hold and hold:
         return 0.0
     if (tokens := tokens - hold) < warmup:
         from_zero = leader == 0 or hold or phase.moments is Moments.reset or phase.init_from is not None
-        begun = 0.0 if from_zero else min(_end_of(phases, leader - 1), peak)
-        return begun + (peak - begun) * tokens / warmup
+        start_lr = 0.0 if from_zero else min(_end_of(phases, leader - 1), peak)
+        return start_lr + (peak - start_lr) * tokens / warmup
     shape = SHAPES[optim.schedule]
     lowest = peak * optim.final_lr
-    decay = parse_share(optim.decay, whole) if shape.uses_decay else 0
-    return lowest + (peak - lowest) * shape.height(LrPosition(tokens, warmup, whole - hold, decay))
+    decay = parse_share(optim.decay, total_tokens) if shape.uses_decay else 0
+    return lowest + (peak - lowest) * shape.height(LrPosition(tokens, warmup, total_tokens - hold, decay))
 
 
 def _end_of(phases: Sequence[ResolvedPhase], index: int) -> float:

@@ -31,5 +31,5 @@ class PhaseWork:
         if self.costs is None:
             return None
         shares = [batch.seq.share for batch in batches]
-        of_rows = [self.costs.of_shares(s.spans, s.size * s.length, s.size) for s in shares if s is not None]
-        return imbalance([sum(of_share) for of_share in zip(*of_rows, strict=True)])
+        costs_by_row = [self.costs.of_shares(s.spans, s.size * s.length, s.size) for s in shares if s is not None]
+        return imbalance([sum(share_costs) for share_costs in zip(*costs_by_row, strict=True)])

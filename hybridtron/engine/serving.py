@@ -96,6 +96,8 @@ def of_all(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
     tensor = parallel_state.get_tensor_model_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     shares = all_gather_tensors({str(layer): values for layer, values in of_layers.items()}, tensor)
-    of_stage = {str(layer): torch.cat([share[str(layer)] for share in shares]) for layer in of_layers}
-    stages = {int(layer): values for stage in all_gather_tensors(of_stage, pipeline) for layer, values in stage.items()}
+    stage_results = {str(layer): torch.cat([share[str(layer)] for share in shares]) for layer in of_layers}
+    stages = {
+        int(layer): values for stage in all_gather_tensors(stage_results, pipeline) for layer, values in stage.items()
+    }
     return {layer: stages[layer] for layer in sorted(stages)}

@@ -85,10 +85,10 @@ def states_of_row(own: States, before: States, length: int, context: ContextGrou
     ]
     after: States = {layer: {} for layer in own}
     for layer, name, shape, grown in value_of_last_share(parts, context):
-        of_own = own[layer][name]
-        sent = of_own.new_empty(shape[0], grown or shape[1], *shape[2:]) if len(shape) > 1 else of_own.new_empty(shape)
+        tensor = own[layer][name]
+        sent = tensor.new_empty(shape[0], grown or shape[1], *shape[2:]) if len(shape) > 1 else tensor.new_empty(shape)
         if context.rank == context.size - 1:
-            sent.copy_(of_own[:, -grown:] if grown else of_own)
+            sent.copy_(tensor[:, -grown:] if grown else tensor)
         fill_from_last_share(sent, context)
         after[layer][name] = _behind(before[layer][name], sent) if grown else sent
     return after

@@ -61,7 +61,7 @@ class Carrier:
         self.seed = phase_seed(phase.config.run.seed, phase.index)
         parts = carried_parts(phase)
         self.chunks = [  # for each pipeline stage, the carried parts of its layers
-            {layer: of_layer for layer, of_layer in parts.items() if stage_layers is None or layer in stage_layers}
+            {layer: by_name for layer, by_name in parts.items() if stage_layers is None or layer in stage_layers}
             for stage_layers in layers
         ]
         self.lane_groups = len(lanes) // self.rows
@@ -169,8 +169,8 @@ class Carrier:
             ended = [self._ended.pop(key) for key in sorted(key for key in self._ended if key[0] == chunk)]
             assert len(ended) == self.lane_groups
             for layer, parts in layers.items():  # one layer at a time, which bounds the memory for copies
-                of_groups = [of_group.pop(layer) for of_group in ended]
-                joined = {name: torch.cat([of_group[name] for of_group in of_groups]) for name in parts}
+                group_states = [group_state.pop(layer) for group_state in ended]
+                joined = {name: torch.cat([group_state[name] for group_state in group_states]) for name in parts}
                 self.held[layer] = _where(finite_K, {layer: joined})[layer]
 
     def _noise(self, layers: dict[int, dict[str, StatePart]], lanes: Sequence[int]) -> States | None:
@@ -196,8 +196,8 @@ class Carrier:
         """Draw standard normal values for one lane's full state, and return this rank's shard (1, ...)."""
         generator = torch.Generator(self.device).manual_seed(self._key("noise", lane, layer) >> 1)
         shape = [1, *(size for size in part.shape if size is not None)]
-        whole = torch.randn(shape, generator=generator, device=self.device)
-        return cut(whole, part, self.groups.mesh, leading=1)
+        noise = torch.randn(shape, generator=generator, device=self.device)
+        return cut(noise, part, self.groups.mesh, leading=1)
 
     def _measure(self) -> None:
         """Update mean and variance with the final states of all lanes on all ranks."""

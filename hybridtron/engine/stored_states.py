@@ -64,10 +64,10 @@ def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
     shapes = stored.shapes
     if "restarts" not in shapes:
         raise ConfigError([_unlike("carries states, but the checkpoint was written without them")])
-    begun = any(key.startswith("held.") for key in shapes)  # False if no step had been accepted
+    has_states = any(key.startswith("held.") for key in shapes)  # False if no step had been accepted
     for layer, name, part in _parts(carrier):
         key = f"held.{layer}.{name}"
-        if carrier.holds and begun:
+        if carrier.holds and has_states:
             if key not in shapes:
                 raise ConfigError([_unlike(f"carries {name} of sub-layer {layer}, of which the checkpoint has none")])
             if shapes[key][0] != carrier.all_lanes:

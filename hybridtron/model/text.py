@@ -70,8 +70,8 @@ class TextOfRow:
         if places := [place for stop in self.stops if (place := pending.find(stop)) >= 0]:
             certain, self.ended = min(places), "stop"
         elif not self.ended:
-            begun = (n for stop in self.stops for n in range(1, len(stop)) if pending.endswith(stop[:n]))
-            certain -= max(begun, default=0)
+            partial_stops = (n for stop in self.stops for n in range(1, len(stop)) if pending.endswith(stop[:n]))
+            certain -= max(partial_stops, default=0)
         self._held = pending[certain:]
         self.text += pending[:certain]
         return pending[:certain]

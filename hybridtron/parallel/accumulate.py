@@ -65,5 +65,5 @@ class AccumulatedLinear(torch.autograd.Function):
         (x_TI,), weight_OI = ctx.saved_tensors, ctx.weight_OI
         needs_x, needs_weight = ctx.needs_input_grad
         flat_TO = grad_TO.flatten(0, -2)
-        of_x = matrix_product(ProductInputs(flat_TO, weight_OI)).view(*grad_TO.shape[:-1], -1) if needs_x else None
-        return of_x, weight_gradient(weight_OI, [flat_TO], x_TI.flatten(0, -2)) if needs_weight else None
+        dx = matrix_product(ProductInputs(flat_TO, weight_OI)).view(*grad_TO.shape[:-1], -1) if needs_x else None
+        return dx, weight_gradient(weight_OI, [flat_TO], x_TI.flatten(0, -2)) if needs_weight else None

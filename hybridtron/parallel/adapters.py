@@ -84,12 +84,12 @@ class Adapter(nn.Module):
         sizes, rows = self.sizes, self._rows()
         pieces = zip(self.A.split(sizes.rank), self.B.split(rows), M.split(rows), strict=True)
         row_factors = []
-        for part, of_part in zip(sizes.parts, weight.split([part.rows for part in sizes.parts]), strict=True):
+        for part, part_weight in zip(sizes.parts, weight.split([part.rows for part in sizes.parts]), strict=True):
             if not part.adapted:
                 row_factors.append(M.new_ones(part.rows))
                 continue
             A, B, M_part = next(pieces)
-            row_factors.append(factors(M_part, *row_lengths(of_part, A, B, sizes.scale, sizes.sharing)))
+            row_factors.append(factors(M_part, *row_lengths(part_weight, A, B, sizes.scale, sizes.sharing)))
         return torch.cat(row_factors)
 
     def _inner(self, x: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ def weight_blocks(
     rectangles = list(rectangles)
     blocks, start = [], 0
     for key, shape in parameter.stored(name).items():
-        of_part = range(start, start + shape[0])
-        inside = [of_whole for rectangle in rectangles for of_whole in _within(rectangle, of_part)]
+        part_rows = range(start, start + shape[0])
+        inside = [of_whole for rectangle in rectangles for of_whole in _within(rectangle, part_rows)]
         blocks += [block(key, shape, offset, data, main) for offset, data in inside]
         start += shape[0]
     return blocks

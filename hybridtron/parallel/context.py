@@ -174,8 +174,8 @@ def memory_before(
     keys, values = halo_BTGK.split((k_BLGK.shape[-1], v_BLGK.shape[-1]), -1)
     length_B = share.behind_B
     if carried is not None:
-        most = carried.keys_BMGK.shape[1] if window is None else count - real
-        older = slice(max(0, carried.keys_BMGK.shape[1] - most), None)
+        max_carried = carried.keys_BMGK.shape[1] if window is None else count - real
+        older = slice(max(0, carried.keys_BMGK.shape[1] - max_carried), None)
         keys = torch.cat((carried.keys_BMGK[:, older], keys), 1)
         values = torch.cat((carried.values_BMGK[:, older], values), 1)
         length_B = length_B + torch.where(share.reaches_B, carried.length_B, 0)

@@ -71,12 +71,12 @@ class EnteredProducts(torch.autograd.Function):
             dx_LBD, summing = _summed(dx_TD.view(*gradients[0].shape[:2], -1), entry)
         if gathering is not None:
             gathering.wait()
-        of_parts = iter(flat)
-        parts = [[next(of_parts) for _ in sizes] for sizes in entry.sizes]
+        gradient_iterator = iter(flat)
+        parts = [[next(gradient_iterator) for _ in sizes] for sizes in entry.sizes]
         aligned = zip(weights, parts, needs, strict=True)
         dw = [
-            weight_gradient(weight, of_weight, x_LBD.flatten(0, 1)) if need else None
-            for weight, of_weight, need in aligned
+            weight_gradient(weight, part_gradients, x_LBD.flatten(0, 1)) if need else None
+            for weight, part_gradients, need in aligned
         ]
         if summing is not None:
             summing.wait()

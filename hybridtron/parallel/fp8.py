@@ -220,12 +220,12 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_values, x_inverse, weight_values, weight_inverse = ctx.saved_tensors
-        of_x, of_weight = ctx.dtypes
+        x_dtype, weight_dtype = ctx.dtypes
         dy = ctx.rounding(dy_TO, Role.dy)
         dx_TI = dy.floats() @ Rounded(weight_values, weight_inverse).floats()
         dy = ctx.rounding.again(dy_TO, Role.dy, dy)
         dweight_OI = dy.floats().T @ Rounded(x_values, x_inverse).floats()
-        return dx_TI.to(of_x), dweight_OI.to(of_weight), None, None
+        return dx_TI.to(x_dtype), dweight_OI.to(weight_dtype), None, None
 
 
 class Fp8Linear(CachedWeight, nn.Module):

@@ -46,8 +46,8 @@ def all_gather_tensors(
         [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in on_cpu.items()], group
     )
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in on_cpu.values()]
-    every = _all_gather_bytes(torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8), group)
-    return [_taken_apart(sent, about) for sent, about in zip(every, described, strict=True)]
+    gathered = _all_gather_bytes(torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8), group)
+    return [_taken_apart(sent, about) for sent, about in zip(gathered, described, strict=True)]
 
 
 def _taken_apart(sent: Tensor, described: Sequence[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
@@ -73,9 +73,9 @@ def _all_gather_bytes(sent: Tensor, group: dist.ProcessGroup | None) -> list[Ten
     longest = int(max(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: sent.numel()] = sent
-    every = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
-    dist.all_gather(every, padded, group=group)
-    return [tensor[: int(size)] for tensor, size in zip(every, sizes, strict=True)]
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
+    dist.all_gather(gathered, padded, group=group)
+    return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
 
 
 def _bytes(value: Any) -> Tensor:

@@ -70,9 +70,9 @@ class Heads(Mixer):
             ]
             silu = self.heads.conv_silu
             documents = seq.documents_BL
-            of_q = ConvInputs(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
-            of_kv = ConvInputs(kv_BLC[0], self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
-            (q_BLC, new["q_conv"]), (mixed_kv_BLC, new["kv_conv"]) = causal_conv(of_q), causal_conv(of_kv)
+            q_inputs = ConvInputs(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
+            kv_inputs = ConvInputs(kv_BLC[0], self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
+            (q_BLC, new["q_conv"]), (mixed_kv_BLC, new["kv_conv"]) = causal_conv(q_inputs), causal_conv(kv_inputs)
             kv_BLC = mixed_kv_BLC.chunk(2, dim=-1)
         k_BLC, v_BLC = kv_BLC
         if self.heads.qk_norm == "all":
@@ -164,12 +164,12 @@ class Attention(Heads):
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:
         form = None
-        by = self.self_extend
+        self_extend = self.self_extend
         rope = self.heads.positions
-        if seq.key is None and by is not None and rope is not None:
+        if seq.key is None and self_extend is not None and rope is not None:
             places = Places(seq.positions_BL, rope, self.rotary_dim)
 
             def form(inputs: AttentionInputs) -> Tensor:
-                return self_extended(inputs, places, by)
+                return self_extended(inputs, places, self_extend)
 
         return self.attend_within(self.window, q_BLHK, k_BLGK, v_BLGK, before, seq, form)

@@ -116,13 +116,13 @@ class Mamba2(Mixer):
 
     def _multiplied(self, z_LBE: Tensor, x_LBE: Tensor, dt_LBH: Tensor, bc_LBC: Tensor) -> tuple[Tensor, ...]:
         """Scale the projections by the spec's multipliers."""
-        by = self.spec.multipliers
-        if by.B == by.C:
-            bc_LBC = multiplied(bc_LBC, by.B)
+        scales = self.spec.multipliers
+        if scales.B == scales.C:
+            bc_LBC = multiplied(bc_LBC, scales.B)
         else:
             B_LBC, C_LBC = bc_LBC.chunk(2, dim=-1)
-            bc_LBC = torch.cat((multiplied(B_LBC, by.B), multiplied(C_LBC, by.C)), dim=-1)
-        return multiplied(z_LBE, by.z), multiplied(x_LBE, by.x), multiplied(dt_LBH, by.dt), bc_LBC
+            bc_LBC = torch.cat((multiplied(B_LBC, scales.B), multiplied(C_LBC, scales.C)), dim=-1)
+        return multiplied(z_LBE, scales.z), multiplied(x_LBE, scales.x), multiplied(dt_LBH, scales.dt), bc_LBC
 
     def _normed(self, y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
         """Apply the gated norm.

@@ -126,7 +126,7 @@ class SpanAttention(Heads):
         share = seq.share
         if share is None:
             return rows, chosen
-        segments, of_segments = [], []
+        segments, choices = [], []
         for number, segment in enumerate(rows.segments):
             start, stop = max(segment.start, share.first), min(segment.stop, share.first + share.length)
             if start >= stop:
@@ -137,9 +137,9 @@ class SpanAttention(Heads):
             segments.append(own_segment)
             if chosen:
                 chunks, first = rows.chunks(own_segment), rows.chunks(segment).start
-                of_all = chosen[number]
-                of_segments.append(None if of_all is None else of_all[:, :, chunks.start - first : chunks.stop - first])
-        return rows._replace(segments=segments), of_segments
+                blocks = chosen[number]
+                choices.append(None if blocks is None else blocks[:, :, chunks.start - first : chunks.stop - first])
+        return rows._replace(segments=segments), choices
 
     def _chosen(
         self, cut: SpanCut, heads: tuple[Tensor, Tensor, Tensor], before: State, seq: SeqInfo
@@ -212,11 +212,11 @@ def known_of_shares(
         asking = queries[:, blocks.tokens.start + behind_q : blocks.tokens.stop + behind_q]
         key_slice = slice(blocks.tokens.start + behind_k, blocks.tokens.stop + behind_k)
         k, v = (x[segment.rows, key_slice] for x in (k_BSGK, v_BSGK))
-        of_blocks = summaries(asking, k, v, cut.block, rule.landmarks_HK)
-        table[:, blocks.begin : blocks.begin + of_blocks.shape[1]] = of_blocks
+        block_summaries = summaries(asking, k, v, cut.block, rule.landmarks_HK)
+        table[:, blocks.begin : blocks.begin + block_summaries.shape[1]] = block_summaries
         table[:, blocks.whole + blocks.begin : blocks.whole + blocks.end] = query_sums(asking, cut.block)
-    of_all = sum_over_shares(table, share)
-    return behind(past, segment, SpanPast(queries, of_all[:, : blocks.whole], of_all[:, blocks.whole :]))
+    summed = sum_over_shares(table, share)
+    return behind(past, segment, SpanPast(queries, summed[:, : blocks.whole], summed[:, blocks.whole :]))
 
 
 def _numbers(rows: slice) -> range:

@@ -202,9 +202,9 @@ def _earlier(kept: SparseMemory, behind_R: Tensor, share: RowShare) -> Iterator[
     entries_RMC = torch.cat((kept.keys_RMN, kept.values_RMP), dim=2)
     scores = [] if kept.scores_RM is None else [kept.scores_RM]
     parts = zip(*(earlier_shares(x, share) for x in (entries_RMC, kept.places_RM, *scores)), strict=True)
-    for hop, (entries, places_RM, *of_scores) in zip(range(share.size - 1, 0, -1), parts, strict=True):
+    for hop, (entries, places_RM, *own_scores) in zip(range(share.size - 1, 0, -1), parts, strict=True):
         keys, values = entries[..., :size], entries[..., size:]
-        memory = SparseMemory(keys, values, places_RM, behind_R, *of_scores)
+        memory = SparseMemory(keys, values, places_RM, behind_R, *own_scores)
         yield _where(behind_R > (hop - 1) * share.length, memory)
 
 

@@ -136,8 +136,8 @@ class BenchReport:
 
     def sweep(self, forms: Mapping[Place, Mapping[str, Callable[[], object]]]) -> dict[Place, Timings]:
         """Time all forms at all places (lengths, models) in turns, because places are compared as well."""
-        every = {(place, name): run for place, runs in forms.items() for name, run in runs.items()}
-        timed = interleaved(every, self.repetitions)
+        runs_by_place = {(place, name): run for place, runs in forms.items() for name, run in runs.items()}
+        timed = interleaved(runs_by_place, self.repetitions)
         self.console += [f"{place}, {name}: {timing}" for (place, name), timing in timed.items()]
         return {place: Timings({name: timed[place, name] for name in runs}) for place, runs in forms.items()}
 

@@ -37,16 +37,16 @@ def measure_memory(
             length: {form: pool.submit(added_by, prepared, form, length, sizes) for form in forms} for length in lengths
         }
         peaks = {
-            length: {form: measurement.result() for form, measurement in of_forms.items()}
-            for length, of_forms in waiting.items()
+            length: {form: measurement.result() for form, measurement in by_form.items()}
+            for length, by_form in waiting.items()
         }
     cells = [
         (
             f"{length}",
-            *(f"{peak / MIB:,.1f}" for peak in of_forms.values()),
-            *(times(of_forms[forms[0]] / of_forms[compared]) for compared in forms[1:]),
+            *(f"{peak / MIB:,.1f}" for peak in by_form.values()),
+            *(times(by_form[forms[0]] / by_form[compared]) for compared in forms[1:]),
         )
-        for length, of_forms in peaks.items()
+        for length, by_form in peaks.items()
     ]
     header = ("tokens", *(f"{form}, MiB" for form in forms), *(f"{forms[0]} / {compared}" for compared in forms[1:]))
     report.table("peak memory", header, cells)

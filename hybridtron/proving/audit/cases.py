@@ -151,12 +151,14 @@ class Case:
         """Return the case's rotating options as text for the table."""
         model, parallel = self.config.model, self.config.parallel
         letters = set(model.pattern)
-        attention = [o for letter, o in model.layers.items() if o["kind"] == "attention" and letter in letters]
+        attention = [
+            options for letter, options in model.layers.items() if options["kind"] == "attention" and letter in letters
+        ]
         words = [
             "tied" if model.tie_embeddings else "untied",
             str(resolve(self.config)[0].documents),
             "" if parallel.recompute == Recompute.none else f"recompute={parallel.recompute}",
-            *(f"kv_heads={o.get('kv_heads')}{' conv' if o.get('conv') else ''}" for o in attention),
+            *(f"kv_heads={options.get('kv_heads')}{' conv' if options.get('conv') else ''}" for options in attention),
         ]
         return " ".join(word for word in words if word)
 

@@ -61,19 +61,19 @@ class Ordeal:
     def survive(self, progress: Progress) -> None:
         """Start the run until it has finished. Raises OrdealFailed."""
         bar = progress.add_task(self.run.home.name, total=self.run.steps)
-        most = 10 + 5 * self.run.steps / self.mean
+        max_starts = 10 + 5 * self.run.steps / self.mean
         while True:
             self.starts += 1
-            if self.starts > most:
-                raise OrdealFailed(f"{self.run.home} has not finished in {most:.0f} starts")
+            if self.starts > max_starts:
+                raise OrdealFailed(f"{self.run.home} has not finished in {max_starts:.0f} starts")
             started = ProcessStart(self.run)
-            struck = len(self.faults)
+            fault_count = len(self.faults)
             try:
                 self._watch(started, progress, bar)
             finally:
                 codes = started.codes
                 started.kill()
-            self._conclude(started, codes, struck)
+            self._conclude(started, codes, fault_count)
             if codes == [0] * PROCESSES:
                 return
 
@@ -90,8 +90,8 @@ class Ordeal:
             new_count = len(started.new_lines())
             if new_count != line_count:
                 line_count, moved = new_count, now
-                shown = f"{self.run.home.name}, {len(self.faults)} faults"
-                progress.update(bar, completed=len(self.run.lines()), description=shown)
+                description = f"{self.run.home.name}, {len(self.faults)} faults"
+                progress.update(bar, completed=len(self.run.lines()), description=description)
             if any(codes):
                 failed = failed or now
                 if now > failed + TOGETHER_S:
@@ -113,11 +113,11 @@ class Ordeal:
             return
         time.sleep(self.draw.random() * 5 * LOOK_S)  # a random moment within a step
         step, at = len(self.run.lines()), time.monotonic()
-        struck = strike(Scene(started, self.disk, self.draw), self.kinds_left)
+        fault = strike(Scene(started, self.disk, self.draw), self.kinds_left)
         self.due = self._next(done)
-        if struck is not None:
-            self.faults.append(Injected(step, *struck, at))
-            if struck[0] == FULL_DISK:
+        if fault is not None:
+            self.faults.append(Injected(step, *fault, at))
+            if fault[0] == FULL_DISK:
                 self.full_until, self.unwritten = done + 2 * SAVE_EVERY, self._failed_saves()
 
     def _free(self) -> None:

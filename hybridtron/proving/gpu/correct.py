@@ -82,8 +82,8 @@ def correctness(report: BenchReport) -> None:
     sizes, length = (ModelSizes(64, 4), 128) if report.quick else (ModelSizes(256, 4), 512)
     worst: dict[str, dict[torch.dtype, float]] = {}
     for label, dtype, error in _all(sizes, length, side_by_side=not report.quick):
-        of_name = worst.setdefault(label, {})
-        of_name[dtype] = max(error, of_name.get(dtype, 0.0))
+        by_dtype = worst.setdefault(label, {})
+        by_dtype[dtype] = max(error, by_dtype.get(dtype, 0.0))
     cells = [(name, *(f"{errors[dtype]:.1e}" for dtype in TOLERANCES)) for name, errors in worst.items()]
     report.table("against the references on the CPU", ("op or mixer", "fp32", "bf16"), cells)
     for dtype, limit in TOLERANCES.items():

@@ -51,9 +51,9 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """
     for shape in SHAPES:
         x_RD, dy_RD, weight_D = tensors(*shape)
-        every = list(forms(x_RD.detach(), dy_RD, weight_D.detach()))
-        yield key(*shape), every[0][1]
-        for name, call in every[1:]:
+        variants = list(forms(x_RD.detach(), dy_RD, weight_D.detach()))
+        yield key(*shape), variants[0][1]
+        for name, call in variants[1:]:
             yield f"{key(*shape)}, {name}", call
 
 

@@ -79,8 +79,8 @@ def stamp(begin: Row) -> str:
 def newest(part: QueuePart, done: Sequence[PartAttempt]) -> Iterator[PartAttempt]:
     """Yield each card's last result, whichever code gave it."""
     for card in cards(part, done):
-        of_card = [attempt for attempt in done if attempt.part == part.name and attempt.begin["card"] == card]
-        yield from of_card[-1:]
+        card_attempts = [attempt for attempt in done if attempt.part == part.name and attempt.begin["card"] == card]
+        yield from card_attempts[-1:]
 
 
 def section(attempt: PartAttempt) -> list[str]:

@@ -37,8 +37,8 @@ class PartState:
 
 def state_of(part: QueuePart, card: str, known: Sequence[PartAttempt]) -> PartState:
     """Return a part's state by its attempts with the same digest on the same card: a successful one, else the last."""
-    of_card = [attempt for attempt in known if attempt.part == part.name and attempt.begin["card"] == card]
-    same = [attempt for attempt in of_card if attempt.begin["digest"] == part.digest]
+    card_attempts = [attempt for attempt in known if attempt.part == part.name and attempt.begin["card"] == card]
+    same = [attempt for attempt in card_attempts if attempt.begin["digest"] == part.digest]
     well = [attempt for attempt in same if attempt.state == DONE]
     if not same:
         return PartState(part, card)

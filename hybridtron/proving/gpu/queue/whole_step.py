@@ -77,7 +77,7 @@ def whole_step(record: Recorder, recipe: str) -> None:
     """Measure all cases of a recipe on one engine."""
     config = checked(settings(recipe, tiny=record.tiny))
     with built(config) as steps:
-        every = steps.batches
+        batches = steps.batches
         for share in SHARES:
             with record.case(f"rows/{share}") as row:
                 steps.batches = random_batches(shrunk(config, rows=share))
@@ -85,7 +85,7 @@ def whole_step(record: Recorder, recipe: str) -> None:
         with record.case(f"tokens/{FEW}") as row:
             steps.batches = random_batches(shrunk(config, tokens=FEW))
             timed(steps, config, row, FEW)
-        steps.batches = every
+        steps.batches = batches
         with record.case("kernels") as row:
             kernels(steps, row, record, recipe)
         with record.case("graph") as row:

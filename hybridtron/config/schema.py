@@ -212,7 +212,7 @@ class RunConfig:
     plan: bool = False  # print the phase table and exit
     # time limit, after which the run saves and exits with code 75; SLURM's own limit is always respected; null: none
     max_minutes: Annotated[float | None, above(0)] = None
-    # time limit in seconds for one step, evaluation or checkpoint; the run fails if one takes longer
+    # time limit in seconds for one step, evaluation, checkpoint or export; the run fails if one takes longer
     timeout: Annotated[float, at_least(1, "and longer than a step takes")] = 1800.0
     deterministic: bool = False  # bit-reproducible on the same layout and machine; slower
     resume: str = "auto"  # auto: from the newest valid checkpoint; never; or a checkpoint folder

@@ -29,31 +29,29 @@ class PhaseExports:
 
     def __init__(self, config: Config) -> None:
         self.run_dir, self.last_step = Path(config.run.dir), last_step(config)
-        self.wanted = [phase for phase in resolve(config) if phase.settings.export is not None]
+        self.wanted = {phase.settings.name: phase for phase in resolve(config) if phase.settings.export is not None}
         self.failed: dict[str, str] = {}
 
-    def due(self, step: int) -> bool:
-        """Check if a phase with an export has ended by this step."""
-        return any(phase.end_step <= step for phase in self.wanted)
+    def due(self, step: int) -> list[str]:
+        """Return the names of the phases with an export that have ended by this step."""
+        return [name for name, phase in self.wanted.items() if phase.end_step <= step]
 
-    def run(self, step: int) -> None:
-        """Export each phase that has ended by `step` and has no up-to-date export; failures are logged, not raised."""
-        for phase in self.wanted:
-            name = phase.settings.name
-            output = self.run_dir / "export" / name
-            if phase.end_step > step or exported_step(output) == phase.end_step:
-                continue
-            if temporary_of(output).exists() and step < self.last_step:
-                self.failed[name] = "it was killed once, and is retried at the end of the run"
-                continue
-            try:
-                source = merged(Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.end_step)))
-                export_phase(source, output, phase)
-            except Exception as error:
-                self._report(name, error)
-            else:
-                self.failed.pop(name, None)
-                LOG.info("%s is exported: %s", name, output)
+    def run(self, name: str, step: int) -> None:
+        """Export a phase if it has no up-to-date export; failures are logged, not raised."""
+        phase, output = self.wanted[name], self.run_dir / "export" / name
+        if exported_step(output) == phase.end_step:
+            return
+        if temporary_of(output).exists() and step < self.last_step:
+            self.failed[name] = "it was killed once, and is retried at the end of the run"
+            return
+        try:
+            source = merged(Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.end_step)))
+            export_phase(source, output, phase)
+        except Exception as error:
+            self._report(name, error)
+        else:
+            self.failed.pop(name, None)
+            LOG.info("%s is exported: %s", name, output)
 
     def _report(self, name: str, error: Exception) -> None:
         self.failed[name] = f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ the model between steps, as `run.evaluate` asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from hybridtron.config.resolve import ResolvedPhase
@@ -26,12 +26,12 @@ class AfterPhase(Protocol):
         """Reasons of the failures so far, by name, such as a phase's."""
         ...
 
-    def due(self, step: int, /) -> bool:
-        """Return True if there may be work after this step. All processes must get the same answer."""
+    def due(self, step: int, /) -> Sequence[str]:
+        """Return the names of the phases that may have work after this step; the same on all processes."""
         ...
 
-    def run(self, step: int, /) -> None:
-        """Do the work of all phases that have ended by this step. Only the first process calls it."""
+    def run(self, name: str, step: int, /) -> None:
+        """Do the work of a phase that is due, if it is not done. Only the first process calls it."""
         ...
 
 

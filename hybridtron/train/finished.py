@@ -31,7 +31,8 @@ FREE = re.compile(
 
 def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) -> None:
     """Make missing exports, then log that nothing is left to train. Raises ExportsFailed."""
-    after_phase.run(start.meta.step)
+    for name in after_phase.due(start.meta.step):
+        after_phase.run(name, start.meta.step)
     LOG.info(
         f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
         "nothing left to do.\n"

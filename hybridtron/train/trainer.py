@@ -145,12 +145,12 @@ class Trainer:
         self.resume_step = phase.start_step
 
     def run_after_phase(self, step: int) -> None:
-        """Run the work after a phase on the first process, while the others wait."""
-        if self.after_phase.due(step):
-            self.watchdog.beat("work after a phase")
+        """Run the work after each phase on the first process, while the others wait; each has `run.timeout`."""
+        for name in self.after_phase.due(step):
+            self.watchdog.beat(f"the work after phase {name}")
             self.saver.finish()
             if self.groups.is_first:
-                self.after_phase.run(step)
+                self.after_phase.run(name, step)
             barrier()
 
     def train_phase(self, phase: ResolvedPhase) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from hybridtron.interop import phase_exports
 from hybridtron.storage.durable import temporary_of
+from hybridtron.train.watchdog import Watchdog
 from tests.train.conftest import Train
 
 SIZES = "seq_len: 16, global_batch: 4, micro_batch: 2"
@@ -63,6 +64,27 @@ def test_an_export_that_succeeds_at_the_second_try_is_no_failure(
     assert train_small(PHASES) == 0
     assert attempts == [1, 2]
     assert "failed_exports" not in outcome(tmp_path / "run")
+
+
+def test_each_export_has_the_whole_time_limit(train_small: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog gets a beat before each export, also where several follow one another."""
+    events: list[str] = []
+    beat, two = Watchdog.beat, PHASES.replace("lr: 1e-3}]", "lr: 1e-3, export: custom}]")
+
+    def noted(watchdog: Watchdog, doing: str, at_least_s: float = 0.0) -> None:
+        events.append(doing)
+        beat(watchdog, doing, at_least_s)
+
+    def export(_checkpoint: object, output: Path, _wanted: object) -> None:
+        events.append(f"export {output.name}")
+        raise MemoryError
+
+    monkeypatch.setattr(Watchdog, "beat", noted)
+    monkeypatch.setattr(phase_exports, "export_phase", export)
+    assert train_small(two) == 1
+    exports = [number for number, event in enumerate(events) if event.startswith("export ")]
+    assert [events[number] for number in exports] == ["export a", "export a", "export b"]
+    assert [events[number - 1] for number in exports] == [f"the work after phase {name}" for name in "aab"]
 
 
 def test_one_that_was_killed_waits_until_all_is_trained(

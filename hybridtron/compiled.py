@@ -223,9 +223,12 @@ def _turn(folder: OwnFolder, name: str) -> Iterator[BuildTurn]:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     path = folder.path / f"{name}.lock"
     with os.fdopen(os.open(path.name, flags, 0o600, dir_fd=folder.descriptor), "rb+", buffering=0) as lock:
-        began, waited, said = time.monotonic(), False, False
+        began = time.monotonic()
+        waited = False
+        said = False
         while not _locked(lock.fileno()):
-            passed, waited = time.monotonic() - began, True
+            passed = time.monotonic() - began
+            waited = True
             if passed > BUILD_S:
                 raise NotBuilt(f"another process has held {path} for {BUILD_S:.0f} s")
             if passed > SILENT_S and not said:

@@ -131,7 +131,8 @@ def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
 
     ahead: list[Moved] | None = None
     for step in itertools.chain(steps, [None]):
-        current, ahead = ahead, None if step is None else copied(step)
+        current = ahead
+        ahead = None if step is None else copied(step)
         if current is not None:
             yield current
         if ahead is not None:

@@ -119,7 +119,8 @@ def _limits(schema: type) -> dict[str, tuple[Limit, ...]]:
 
 def disordered(options: object, low: str, high: str) -> Iterator[Problem]:
     """Yield a problem unless two options satisfy 0 < low < high."""
-    least, most = getattr(options, low), getattr(options, high)
+    least = getattr(options, low)
+    most = getattr(options, high)
     if not 0 < least < most:
         yield Problem(low, f"is {least}, must be above 0 and below {high}={most}")
 

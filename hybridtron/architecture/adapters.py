@@ -128,7 +128,8 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
         by_inputs = any(cut.axis == 1 for cut in weight.cuts)
         by_outputs = any(cut.axis == 0 for cut in weight.cuts)
         treatment = {"fp8": False, "fp32": False, "decay": True}
-        start, zero = Uniform(weight.shape[1] ** -0.5), Constant(0.0)
+        start = Uniform(weight.shape[1] ** -0.5)
+        zero = Constant(0.0)
         rows[f"{where}.A"] = replace(
             weight,
             shape=(rank * len(chosen), weight.shape[1]),

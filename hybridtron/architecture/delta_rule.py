@@ -54,7 +54,8 @@ class DeltaRuleSpec(LinearAttentionSpec):
         return self.head_sizes(model)
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        steps, size = InverseSoftplus(self.dt_min, self.dt_max), LogUniform(self.a_min, self.a_max)
+        steps = InverseSoftplus(self.dt_min, self.dt_max)
+        size = LogUniform(self.a_min, self.a_max)
         return super().parameters(model) | {
             "dt_bias": Parameter((self.decays(model),), steps, decay=False, fp32=True, cuts=(Cut(0),)),
             "A_log": Parameter((self.heads,), size, decay=False, fp32=True, cuts=(Cut(0),)),
@@ -83,7 +84,8 @@ class DeltaRuleSpec(LinearAttentionSpec):
         key, value = self.head_sizes(model)
         head_keys = self.heads * key
         chunk = kernel_chunk(model)
-        states, pairs = 2 * head_keys * value // chunk, self.heads * chunk
+        states = 2 * head_keys * value // chunk
+        pairs = self.heads * chunk
         narrow = 3 * pairs + (3 + 2) * head_keys + (4 - 2) * self.channels(model)[1]
         in_fp32 = states + pairs + 2 * head_keys + 3 * self.decays(model) + self.heads
         return narrow + model.wide * in_fp32

@@ -44,7 +44,10 @@ class MambaSpec(RecurrenceSpec):
         return self.dt_rank or math.ceil(model.width / 16)
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        width, inner, rank, state = model.width, self.inner(model), self.rank(model), self.state
+        width = model.width
+        inner = self.inner(model)
+        rank = self.rank(model)
+        state = self.state
         return {
             "in_proj.weight": linear(2 * inner, width, parts=(("x", inner), ("z", inner))),
             "conv_weight": Parameter((inner, self.conv), Uniform(self.conv**-0.5), cuts=(Cut(0),)),
@@ -91,7 +94,8 @@ class MambaSpec(RecurrenceSpec):
         # at the scan, whose output is gone: gradients of the output, x, dt and z; in fp32 the state before every 16
         # tokens and its gradient, their two sums over 16 tokens, B and C, their gradients, and these for every 32
         # channels. Gone is too what sparse attention kept, but for its gate and input, whose gradients wait
-        inner, in_fp32 = self.inner(model), 4 * self.state
+        inner = self.inner(model)
+        in_fp32 = 4 * self.state
         in_fp32 += (2 * self.inner(model) * self.state + 2 * inner) // 16 + 2 * inner * self.state // 32
         return (4 - 1) * inner + model.wide * in_fp32 - self.branch_values(model)
 

@@ -84,7 +84,10 @@ class Mamba2Spec(RecurrenceSpec):
         return self.inner(model) // self.head_dim
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        width, inner, heads, bc_size = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
+        width = model.width
+        inner = self.inner(model)
+        heads = self.num_heads(model)
+        bc_size = self.groups * self.state
         # every rank replicates B and C if groups are few, and uses them for its own heads
         bc_parts = (("B", bc_size), ("C", bc_size))
         shared = Cut(0, unit=self.state, replicate=True)
@@ -126,7 +129,8 @@ class Mamba2Spec(RecurrenceSpec):
         }
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        inner, chunk = self.inner(model), min(CHUNK, seq_len)
+        inner = self.inner(model)
+        chunk = min(CHUNK, seq_len)
         # inside a chunk C B^T per group and its product with x; B x^T into the state, and C out of it
         ssd = 2 * chunk * (self.groups * self.state + inner) + 4 * self.state * inner
         return super().flops(model, seq_len) | {"ssd": ssd}
@@ -148,7 +152,8 @@ class Mamba2Spec(RecurrenceSpec):
         # at the scan, whose output is gone, also as normed: gradients of the output, z and x; in fp32 the state before
         # every chunk and its gradient, B's and C's in two parts, and some ten numbers a head
         chunk = kernel_chunk(self.head_dim, self.state, model)
-        inner, bc_values = self.inner(model), 2 * self.groups * self.state
+        inner = self.inner(model)
+        bc_values = 2 * self.groups * self.state
         in_fp32 = 2 * inner * self.state // chunk + 10 * self.num_heads(model)
         return (3 - 2) * inner + 3 * bc_values + model.wide * in_fp32
 
@@ -159,7 +164,8 @@ class Mamba2Spec(RecurrenceSpec):
         return self.num_heads(model)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        heads, bc_size = self.num_heads(model), self.groups * self.state
+        heads = self.num_heads(model)
+        bc_size = self.groups * self.state
         return super().state_parts(model) | {
             "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, cuts=(Cut(0),)),
             "x_conv": StatePart("conv", (self.conv - 1, self.inner(model)), cuts=(Cut(1),)),

@@ -62,7 +62,10 @@ class Mamba3Spec(MixerSpec):
         return int(self.state * self.turned) // 2
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        width, inner, heads, bc_size = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
+        width = model.width
+        inner = self.inner(model)
+        heads = self.num_heads(model)
+        bc_size = self.groups * self.state
         # every rank replicates all angles, and B and C if groups are few, and uses them for its own heads
         bc_parts = (("B", bc_size), ("C", bc_size))
         shared = Cut(0, unit=self.state, replicate=True)
@@ -98,7 +101,9 @@ class Mamba3Spec(MixerSpec):
         return names | {f"{norm}.weight": (f"{norm}_weight",) for norm in norms}
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        inner, heads, chunk = self.inner(model), self.num_heads(model), min(CHUNK, seq_len)
+        inner = self.inner(model)
+        heads = self.num_heads(model)
+        chunk = min(CHUNK, seq_len)
         # as Mamba-2, with C B^T per head; rotating a pair of B and one of C takes 6 each
         ssd = 2 * chunk * (heads * self.state + inner) + 4 * self.state * inner
         return super().flops(model, seq_len) | {"ssd": ssd, "turns": 12 * heads * self.angles}
@@ -106,7 +111,8 @@ class Mamba3Spec(MixerSpec):
     def activation_values(self, model: ModelSizes) -> int:
         # z, x, x in rows, y, the gate and its product with y; y normed, and by the norm's weight; B and C as
         # projected, in rows, normed, and by head; in fp32 angles, some 12 numbers a head, the rates twice
-        inner, heads = self.inner(model), self.num_heads(model)
+        inner = self.inner(model)
+        heads = self.num_heads(model)
         by_head = 2 * heads * self.state + model.wide * heads * (self.angles + 12)
         groups = 6 * self.groups * self.state
         return (8 if self.norm else 6) * inner + groups + by_head + 2 * model.wide * self.angles
@@ -119,7 +125,8 @@ class Mamba3Spec(MixerSpec):
         # at the scan: gradients of its output, of x, and of B and C by head; in fp32 the state before every chunk and
         # its gradient, and some ten numbers a head
         chunk = kernel_chunk(self.head_dim, self.state, model)
-        inner, heads = self.inner(model), self.num_heads(model)
+        inner = self.inner(model)
+        heads = self.num_heads(model)
         in_fp32 = 2 * inner * self.state // chunk + 10 * heads
         return 2 * inner + 2 * heads * self.state + model.wide * in_fp32
 
@@ -130,7 +137,8 @@ class Mamba3Spec(MixerSpec):
         return self.num_heads(model) * (1 + 2 * self.angles)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        heads, cuts = self.num_heads(model), (Cut(0),)
+        heads = self.num_heads(model)
+        cuts = (Cut(0),)
         return {
             "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, cuts=cuts),
             "last_B": StatePart("conv", (heads, self.state), cuts=cuts),

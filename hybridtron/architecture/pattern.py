@@ -68,7 +68,8 @@ def _expanded(text: str, known: Collection[str]) -> list[_Symbol]:
     last: list[_Symbol] = []  # the symbols that a following *N repeats
     at = 0
     while at < len(text):
-        symbol, here = text[at], at
+        symbol = text[at]
+        here = at
         at += 1
         if symbol.isspace():
             continue

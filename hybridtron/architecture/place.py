@@ -61,7 +61,8 @@ def _beside_problems(
     letter: str, before: str | None, specs: Mapping[str, PlaceSpec], at_border: bool
 ) -> Iterator[Problem]:
     """Check that a parallel branch can share the norm of the previous sub-layer, in the same stage."""
-    spec, first = specs[letter], specs.get(before) if before is not None else None
+    spec = specs[letter]
+    first = specs.get(before) if before is not None else None
     if spec.norm_after:
         yield Problem(
             f"model.layers.{letter}.beside", "is true, which does not go with norm_after: leave one of them out"

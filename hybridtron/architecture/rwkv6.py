@@ -46,7 +46,8 @@ class RWKV6Spec(MixerSpec):
         return model.width // self.head_dim
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        width, depth = model.width, model.nth_of_kind / max(1, model.layers_of_kind - 1)
+        width = model.width
+        depth = model.nth_of_kind / max(1, model.layers_of_kind - 1)
         of_heads = Cut(0, unit=self.head_dim)
         norm = ((model.nth_of_kind + 1) / model.layers_of_kind) ** 0.7
         lengths = {"r": 1.0, "k": 0.1, "v": 1.0, "g": 0.1}
@@ -79,7 +80,8 @@ class RWKV6Spec(MixerSpec):
         """Return the parameters that mix a token with the previous one, for five streams."""
         depth = model.nth_of_kind / max(1, model.layers_of_kind - 1)
         inner = len(STREAMS) * self.mix_rank
-        slow, fast = mix_start(model), mix_start(model, power=0.5)
+        slow = mix_start(model)
+        fast = mix_start(model, power=0.5)
         starts = {"r": fast, "w": slow, "k": slow, "v": mix_start(model, less=0.3 * depth), "g": fast}
         return {
             "mix_input": mix(model, start=slow),
@@ -106,7 +108,8 @@ class RWKV6Spec(MixerSpec):
         }
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        width, chunk = model.width, min(GLASpec.chunk, seq_len)
+        width = model.width
+        chunk = min(GLASpec.chunk, seq_len)
         small = 2 * len(STREAMS) * self.mix_rank * width + 2 * self.decay_rank * width
         # as gated linear attention, and the token's own values by r, bonus and k
         scan = 4 * chunk * width + 4 * width * self.head_dim + 4 * width

@@ -32,7 +32,9 @@ class RWKV6ChannelMixSpec(MixerSpec):
         return self.hidden or max(32, model.width * 7 // 64 * 32)
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        width, inner, start = model.width, self.inner(model), mix_start(model)
+        width = model.width
+        inner = self.inner(model)
+        start = mix_start(model)
         return {
             "key_mix": mix(model, start=start),
             "receptance_mix": mix(model, start=start),

@@ -42,7 +42,9 @@ class SharedBlockSpec(HeadsSpec):
     adapt_attention: bool = False  # low-rank pairs for queries, keys and values too, not for the MLP alone
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        width, hidden, queries = model.width, self.hidden, self.channels(model)[0]
+        width = model.width
+        hidden = self.hidden
+        queries = self.channels(model)[0]
         scale = Parameter((width,), Constant(1.0), decay=False)
         table = super().parameters(model) | {
             "out.weight": linear(width, queries, cut=Cut(1)),

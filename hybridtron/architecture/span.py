@@ -106,7 +106,8 @@ class SpanSpec(HeadsSpec):
         return (remembered + largest) // self.block, (max(remembered, largest) + largest) // self.block
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        queries, sizes = self.channels(model)[0], self.chunks()
+        queries = self.channels(model)[0]
+        sizes = self.chunks()
         num_visible = sum(self._visible(seq_len, chunk) for chunk in sizes) / len(sizes)
         table = super().flops(model, seq_len) | {"attention": 4 * queries * num_visible}
         if self.asks:
@@ -125,7 +126,8 @@ class SpanSpec(HeadsSpec):
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         """Return the state parts that training carries."""
-        largest, head = max(self.chunks()), self.head(model)
+        largest = max(self.chunks())
+        head = self.head(model)
         parts = self.carried_heads(model, self.remember + largest)
         if self.retrieves:
             parts |= {name: replace(parts[name], handed="row") for name in ("keys", "values")}

@@ -131,7 +131,8 @@ class SparseOptions:
             weight = linear(2 * state, inner, parts=(("k", state), ("q", state)), cut=Cut(1), fp8=False)
             table["sparse_qk.weight"] = replace(weight, grown=copied or weight.init)
         if self.scored:
-            start, bias = Projection((2 * state) ** -0.5), Uniform((2 * state) ** -0.5)
+            start = Projection((2 * state) ** -0.5)
+            bias = Uniform((2 * state) ** -0.5)
             # each rank's loss covers its own groups, divided by the number of ranks
             square = Parameter((2 * state, 2 * state), start, fp32=True, partial_gradient=True, grown=start)
             for layer in ("1", "2"):
@@ -163,7 +164,8 @@ class SparseOptions:
     def state_parts(self, sizes: BranchSizes) -> dict[str, StatePart]:
         """Return the state parts carried within a document, by group; a rank holds those that its own heads read."""
         state, inner, groups, heads = sizes
-        first, second = Cut(0, readers=heads), Cut(1, readers=heads)
+        first = Cut(0, readers=heads)
+        second = Cut(1, readers=heads)
         parts = {
             "sparse_keys": StatePart("kv", (self.slots, groups, state), cuts=(second,), handed="sets"),
             "sparse_values": StatePart("kv", (self.slots, inner), cuts=(Cut(1),), handed="sets"),

@@ -141,7 +141,8 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     Weights shared by all sub-layers of a letter appear once, such as `shared.S.mixer.q.weight`.
     """
     arch = architecture(model)
-    width, vocab = model.width, model.vocab_size
+    width = model.width
+    vocab = model.vocab_size
     norm = Parameter((width,), Constant(1.0), decay=False)
     embedded = Normal(model.embedding_std) if model.init is Start.mamba else Projection(width**-0.5)
     table = {"embedding.weight": Parameter((vocab, width), embedded, cuts=(Cut(0),))}

@@ -68,7 +68,8 @@ def head_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata:
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, dtype, shape in tensors:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
+        start = end
+        end = end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _OF_TYPE[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -28,7 +28,9 @@ GREATEST = 2**30  # largest manifest that is read, in bytes: enough for some 5 m
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """By format number: a function that converts a manifest's content from that format to the next one."""
 
-_HEAD, _BETWEEN, _END = b'{"digest": "', b'", "content": ', b"}\n"
+_HEAD = b'{"digest": "'
+_BETWEEN = b'", "content": '
+_END = b"}\n"
 
 
 _NAME = re.compile(r"step-(\d{8,})")

@@ -49,7 +49,8 @@ class Mirror:
                 print(f"{self.bucket.url}: {self._waiting.name} is left out for {folder.name}", file=sys.stderr)
             self._waiting = folder
             if self.busy is None:
-                self.busy, self._waiting = folder, None
+                self.busy = folder
+                self._waiting = None
                 self._thread = threading.Thread(target=self._work, args=(folder,), name="mirror", daemon=True)
                 self._thread.start()
 
@@ -114,7 +115,8 @@ def verified(arriving: Iterator[bytes], found: CheckpointManifest, name: str, wh
     for size, expected in zip(sizes, digests, strict=True):
         while len(rest) < size and (more := next(arriving, b"")):
             rest += more
-        piece, rest = memoryview(bytes(rest[:size])), rest[size:]
+        piece = memoryview(bytes(rest[:size]))
+        rest = rest[size:]
         if digest_of(piece) != expected:
             raise BrokenCheckpoint(f"{where} is not as it was written")
         yield piece

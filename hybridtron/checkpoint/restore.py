@@ -117,7 +117,8 @@ def _archive_newer_broken(checkpoint: Checkpoint, run_dir: Path, first: bool) ->
 def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> RestoreFault | None:
     """Read everything except the carried states into an engine; return the fault that this process finds, or None."""
     try:
-        groups, blocks = engine.groups, engine.blocks()
+        groups = engine.groups
+        blocks = engine.blocks()
         for name in list(checkpoint.manifest.files)[groups.rank :: groups.world_size]:
             checkpoint.verified(name)  # files that are not read here must be valid too: the tokenizer, the heads
         checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # they are read when their phase starts

@@ -39,14 +39,17 @@ def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDiffe
     for name, ours, theirs in _settings(left, right):
         if ours != theirs:
             yield CheckpointDifference(name, *in_short(ours, theirs))
-    ours, theirs = left.shapes, right.shapes
+    ours = left.shapes
+    theirs = right.shapes
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
             yield CheckpointDifference(key, str(ours.get(key, "none")), str(theirs.get(key, "none")))
             continue
-        a, b = left.whole(key), right.whole(key)
+        a = left.whole(key)
+        b = right.whole(key)
         if not torch.equal(a, b):
-            apart, norm = (a.double() - b.double()).norm().item(), a.double().norm().item()
+            apart = (a.double() - b.double()).norm().item()
+            norm = a.double().norm().item()
             yield CheckpointDifference(key, f"norm {norm:.6g}", f"{apart / max(norm, 1e-300):.2e} of it apart")
 
 
@@ -57,7 +60,8 @@ def in_short(ours: Any, theirs: Any) -> tuple[str, str]:
     """
     if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
         return f"{len(ours)} values", f"{len(theirs)} values, {_apart(ours, theirs)}"
-    left, right = str(ours), str(theirs)
+    left = str(ours)
+    right = str(theirs)
     same = next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     return _around(left, same), _around(right, same)
 

@@ -73,7 +73,10 @@ class Saver:
     """A writer for a run's checkpoints: one at a time, with failures in a row counted."""
 
     def __init__(self, config: Config, run_dir: Path, groups: Groups, patience_s: float = 600.0) -> None:
-        self.config, self.run_dir, self.groups, self.patience_s = config, run_dir, groups, patience_s
+        self.config = config
+        self.run_dir = run_dir
+        self.groups = groups
+        self.patience_s = patience_s
         self.failures = 0
         self._under_way: Future[None] | None = None
         self._thread, self._copier = ThreadPoolExecutor(1, "checkpoint"), Copier()
@@ -110,7 +113,8 @@ class Saver:
         """
         if self._unchecked is None:
             return
-        fault, self._unchecked = self._unchecked.fault(), None
+        fault = self._unchecked.fault()
+        self._unchecked = None
         try:
             all_finite(fault)
         except NotFinite:
@@ -146,7 +150,8 @@ class Saver:
     def _end(self) -> BaseException | None:
         """Wait for the write under way, and return the exception that it failed with, or None."""
         assert self._under_way is not None
-        error, self._under_way = self._under_way.exception(), None
+        error = self._under_way.exception()
+        self._under_way = None
         return error
 
     def finish(self) -> None:

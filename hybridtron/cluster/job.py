@@ -41,7 +41,8 @@ class SlurmJob:
 
 def directives(job: SlurmJob) -> dict[str, str]:
     """Return the #SBATCH options, by the configuration key that each comes from."""
-    cluster, fitting = job.cluster, job.fitting
+    cluster = job.cluster
+    fitting = job.fitting
     elastic = len(fitting) > 1
     nodes = f"{fitting[0]}-{fitting[-1]}" if elastic else str(fitting[-1])
     chosen = {
@@ -79,7 +80,8 @@ def unusable(job: SlurmJob) -> dict[str, str]:
 def script(job: SlurmJob) -> str:
     """Return the job's script: #SBATCH lines, the job's own values, and the steps that are common to all jobs."""
     assert not unusable(job)
-    cluster, fitting = job.cluster, job.fitting
+    cluster = job.cluster
+    fitting = job.fitting
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in directives(job).values()),
@@ -126,7 +128,8 @@ def commands(job: SlurmJob) -> dict[str, list[str]]:
     task     starts a module as a task inside srun
     step     further options for srun
     """
-    cluster, container = job.cluster, job.cluster.container
+    cluster = job.cluster
+    container = job.cluster.container
     python = [cluster.python, "-P", "-m"]
     step = [f"--wait={job.patience}"]
     if cluster.cpus_per_process:

@@ -52,5 +52,6 @@ class Growth:
         for steps, size in self.stairs:
             if rows <= steps * size:
                 return done + math.ceil(rows / size)
-            done, rows = done + steps, rows - steps * size
+            done = done + steps
+            rows = rows - steps * size
         return done + math.ceil(rows / self.rows_at_last)

@@ -55,7 +55,8 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
     """
     if problems := stage_problems(model, parallel):
         raise ConfigError(problems)
-    arch, chunks = architecture(model), chunk_count(parallel)
+    arch = architecture(model)
+    chunks = chunk_count(parallel)
     sizes = arch.stages
     if len(sizes) != chunks:
         costs = layer_costs(model, seq_len)
@@ -69,7 +70,9 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
 def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem]:
     """List why the sub-layers cannot be divided into this layout's stages. A single stage ignores bars."""
     arch = architecture(model)
-    chunks, bars, layers = chunk_count(parallel), len(arch.stages), len(arch.inseparable)
+    chunks = chunk_count(parallel)
+    bars = len(arch.stages)
+    layers = len(arch.inseparable)
     if chunks == 1:
         return []
     product = f"pipeline={parallel.pipeline} times virtual_pipeline={parallel.virtual_pipeline}"
@@ -134,7 +137,8 @@ def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
     """
     assert 1 <= chunks <= len(costs)
     sums = [0, *itertools.accumulate(costs)]
-    low, high = max(costs), sums[-1]
+    low = max(costs)
+    high = sums[-1]
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _chunks_needed(sums, middle) <= chunks else (middle + 1, high)
@@ -178,7 +182,8 @@ def with_overlap(parallel: ParallelConfig, copies: int) -> ParallelConfig:
     With virtual stages, weights are gathered during the forward pass only if the user asks for it: Megatron then sends
     the weights of a stage in one message with several dtypes, which gloo mixes up.
     """
-    reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
+    reduce = parallel.overlap_grad_reduce
+    gather = parallel.overlap_param_gather
     reduce = copies > 1 or bool(gather) if reduce is None else reduce
     if gather is None:
         gather = copies > 1 and reduce and parallel.distributed_optimizer and parallel.virtual_pipeline == 1

@@ -262,7 +262,8 @@ def _falcon_h1(arch: Architecture, norm_eps: float) -> str | None:
     misfit = misfit or _only(mlps, SwiGLUSpec, also=["gate_multiplier", "output_multiplier"])
     if misfit := misfit or _attention(attention[0], scaled=True):
         return misfit
-    first, beside = mamba[0], attention[0]
+    first = mamba[0]
+    beside = attention[0]
     assert isinstance(first, Mamba2Spec)
     assert isinstance(beside, AttentionSpec)
     if not beside.beside:

@@ -82,7 +82,8 @@ class ResolvedPhase:
 
         With adapters these are the adapters, the weights that their preset trains too, and `train`.
         """
-        adapters, named = self.model.adapters, self.settings.train
+        adapters = self.model.adapters
+        named = self.settings.train
         return named if adapters is None else [ADAPTERS, *LEARNING_BESIDE[adapters.preset], *(named or ())]
 
     def learns(self, name: str) -> bool:
@@ -209,7 +210,8 @@ def resolve(config: Config) -> tuple[ResolvedPhase, ...]:
             optim=_overlaid(config.optim, settings.optim),
             precision=_overlaid(config.precision, settings.precision),
         )
-        data, states = _overlaid(config.data, settings.data), _overlaid(config.states, settings.states)
+        data = _overlaid(config.data, settings.data)
+        states = _overlaid(config.states, settings.states)
         phases.append(ResolvedPhase(index, settings, changed, data, states, phases[-1] if phases else None))
     return tuple(phases)
 

@@ -208,7 +208,8 @@ class Batch:
 
     def _chunk(self, first: int, length: int) -> Batch:
         here = slice(first, first + length)
-        documents_BL, continues_B = self.seq.documents_BL, self.continues_B
+        documents_BL = self.seq.documents_BL
+        continues_B = self.continues_B
         if first and documents_BL is None:
             continues_B = torch.ones(len(self.tokens_BL), dtype=torch.bool, device=self.tokens_BL.device)
         elif first and documents_BL is not None:

@@ -47,7 +47,8 @@ def _pipeline(steps: Iterator[RowArrays], rows: int, length: int) -> Any:
 
     DALI's samples are rows, so slices are along the sequence.
     """
-    fn, types = importlib.import_module("nvidia.dali.fn"), importlib.import_module("nvidia.dali.types")
+    fn = importlib.import_module("nvidia.dali.fn")
+    types = importlib.import_module("nvidia.dali.types")
     device = compute_device()
     on_gpu = device.type == "cuda"
     pipeline = importlib.import_module("nvidia.dali.pipeline").Pipeline(

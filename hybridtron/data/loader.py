@@ -65,7 +65,11 @@ class Loader:
         if part.ranks > 1 and (order.seq_len % part.ranks or order.together > 1):
             layout = f"{part.ranks} ranks of rows of {order.seq_len} tokens, in {order.together} chunks at a time"
             raise ValueError(f"shares of rows are equal parts of one chunk, not {layout}")
-        self.sources, self.order, self.ahead, self.feed, self.part = sources, order, ahead, feed, part
+        self.sources = sources
+        self.order = order
+        self.ahead = ahead
+        self.feed = feed
+        self.part = part
         self.lanes = share_of(order.lanes, rank, ranks)
         self._rows = _Rows(sources, order, rank, ranks, part)
 
@@ -107,7 +111,8 @@ class Loader:
 
     def _cut(self, batch: Batch, parts: list[PartOfRow] | None) -> list[Batch]:
         """Split a step's rows into micro-batches: chunk 0 of every group of lanes, then chunk 1, and so on."""
-        rows, turns = self.order.micro_batch, self.order.chunks // self.order.together
+        rows = self.order.micro_batch
+        turns = self.order.chunks // self.order.together
         if parts is not None:  # chunks are separate rows, already in this order
             firsts = range(0, len(parts), rows)
             return [
@@ -196,9 +201,13 @@ class _Rows(Dataset[PartsRead]):
     def __init__(self, sources: Sources, order: PhaseOrder, rank: int, ranks: int, part: RowPart) -> None:
         self._arguments = sources, order, rank, ranks, part
         self._stores = sources.stores("train")
-        self._dtype, self._joined = sources.dtype, order.documents is Documents.join
-        self._in_order, self._order = rows_in_order(sources, order), order
-        self._rank, self._ranks, self._part = rank, ranks, part
+        self._dtype = sources.dtype
+        self._joined = order.documents is Documents.join
+        self._in_order = rows_in_order(sources, order)
+        self._order = order
+        self._rank = rank
+        self._ranks = ranks
+        self._part = part
 
     def __reduce__(self) -> tuple[type[_Rows], tuple[Sources, PhaseOrder, int, int, RowPart]]:
         return _Rows, self._arguments

@@ -80,7 +80,8 @@ def _places(spans_B: np.ndarray, counts: np.ndarray, first_B: np.ndarray, length
 def batch_of(rows: RowArrays, documents: Documents) -> Batch:
     """Compute the batch from these rows, on the CPU."""
     documents_BL = rows.documents_BT[:, :-1].copy()
-    tokens_BL, labels_BL = rows.tokens_BT[:, :-1].astype(np.int64), rows.tokens_BT[:, 1:].astype(np.int64)
+    tokens_BL = rows.tokens_BT[:, :-1].astype(np.int64)
+    labels_BL = rows.tokens_BT[:, 1:].astype(np.int64)
     positions_BL = rows.base_BT[:, :-1] + np.arange(documents_BL.shape[1])
     mask_BL = (documents_BL == rows.documents_BT[:, 1:]) & rows.learned_BT[:, 1:]
     seq = SeqInfo(

@@ -36,8 +36,10 @@ def difference(held: bytes, other: bytes) -> str | None:
 
 @lru_cache(maxsize=8)
 def _difference(held: bytes, other: bytes) -> str | None:
-    ours, theirs = read_tokenizer(held), read_tokenizer(other)
-    ids, their_ids = ours.get_vocab(with_added_tokens=True), theirs.get_vocab(with_added_tokens=True)
+    ours = read_tokenizer(held)
+    theirs = read_tokenizer(other)
+    ids = ours.get_vocab(with_added_tokens=True)
+    their_ids = theirs.get_vocab(with_added_tokens=True)
     return _ids_differ(ids, their_ids) or _merges_differ(ours, theirs) or _texts_differ(ours, theirs)
 
 

@@ -25,7 +25,8 @@ def held_out(
     Every seq_len reads rows from the same segments, so that losses at several lengths can be compared. If seq_len does
     not divide a segment, the segment's rest is left out. Raises ValueError if no split has enough tokens for a row.
     """
-    stores, mixture = sources.stores("validation"), sources.having("validation")
+    stores = sources.stores("validation")
+    mixture = sources.having("validation")
     total_weight = sum(source.weight for source in mixture)
     num_rows = 0
     for index, (store, source) in enumerate(zip(stores, mixture, strict=True)):

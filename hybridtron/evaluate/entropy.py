@@ -224,7 +224,9 @@ class Looking:
 
     def enter(self, layer: int, mixer: Mixer, arguments: tuple[Tensor, State | None, SeqInfo]) -> None:
         """Note which layer's mixer runs next. This is a forward pre-hook on every mixer."""
-        self.layer, self.selects, self.share = layer, mixer.selects, arguments[2].share
+        self.layer = layer
+        self.selects = mixer.selects
+        self.share = arguments[2].share
 
     def observe(self, op: Op[Any, Any], inputs: Any) -> None:
         """Add an op's inputs to its layer's sums.

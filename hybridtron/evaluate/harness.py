@@ -69,7 +69,11 @@ class HarnessModel(TemplateLM):
         self, model: Served, records: Records, batch: int, max_length: int, chat: ChatTemplate | None = None
     ) -> None:
         super().__init__()
-        self.model, self.records, self.batch, self.max_length, self.chat = model, records, batch, max_length, chat
+        self.model = model
+        self.records = records
+        self.batch = batch
+        self.max_length = max_length
+        self.chat = chat
         self.moved: Moved = lambda done, of: None
         self.cut = self.without_system = 0
 

@@ -77,7 +77,8 @@ def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar:
     tokens = open_tokens(str(model.folder))
     header = about(model, tokens, max_length) | {"lm-eval": VERSION}
     lm = HarnessModel(model, opened(model, output, header), wishes.batch, max_length, chat)
-    rows, lines = [], []
+    rows = []
+    lines = []
     for task, content in task_contents:
         if isinstance(content, str):
             continue

@@ -41,7 +41,8 @@ class InTraining:
 
     def __init__(self, config: Config) -> None:
         assert config.run.evaluate is not None
-        self.name, self.samples = config.run.evaluate, config.run.evaluate_samples
+        self.name = config.run.evaluate
+        self.samples = config.run.evaluate_samples
         with_error(lambda: [self._suite(phase.settings.seq_len) for phase in resolve(config)])
 
     def _suite(self, seq_len: int) -> Suite:
@@ -54,7 +55,9 @@ class InTraining:
 
         Returns the parts of a named suite that are left out, with reasons. Raises ConfigError.
         """
-        self.phase, self.folder, self.eos = phase, sources.tokenizer_file.parent, sources.eos
+        self.phase = phase
+        self.folder = sources.tokenizer_file.parent
+        self.eos = sources.eos
         return with_error(self._open)
 
     def _open(self) -> list[str]:

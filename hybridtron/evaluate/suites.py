@@ -228,7 +228,8 @@ def fitting(suite: Suite, tokenizer: TextTokens, vocab_size: int, lenient: bool)
 
     Raises Unusable for any such cell unless `lenient`, and also if nothing remains.
     """
-    kept_cells, left_out = [], []
+    kept_cells = []
+    left_out = []
     for cell in suite.cells:
         if (reason := misfit(cell, tokenizer, vocab_size)) is None:
             kept_cells.append(cell)

@@ -89,14 +89,18 @@ class HybridtronMixer(nn.Module):
         kinds = [config.layers.get(each, {}).get("kind") for each in config.pattern]
         spec = make_spec(**make_spec.renamed(options))
         sizes = ModelSizes(config.hidden_size, len(kinds)).at(layer_idx, kinds)
-        self.config, self.layer_idx, self.is_causal = config, layer_idx, True  # attention functions read these
+        # attention functions read these
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = True
         self.place, self.in_fp32 = spec, list[str]()
         self._once: dict[str, tuple[Tensor, Tensor]] = {}
         with torch.device("meta"):
             mixer = make_mixer(spec, sizes, SINGLE_RANK)
         self._mixer = (mixer,)  # in a tuple, so that its weights are not counted as the model's
         self._first = (first or self,)  # in a tuple for the same reason
-        table, names = spec.parameters(sizes), spec.exported_names(sizes)
+        table = spec.parameters(sizes)
+        names = spec.exported_names(sizes)
         of_key = {key: name for name, weight in table.items() for key in weight.stored(name)}
         self._elsewhere = {theirs for theirs, ours in names.items() if first and table[of_key[ours[0]]].shared}
         self._add_weights(table, {theirs: ours for theirs, ours in names.items() if theirs not in self._elsewhere})
@@ -120,7 +124,8 @@ class HybridtronMixer(nn.Module):
         shapes = {key: shape for name, weight in table.items() for key, shape in weight.stored(name).items()}
         for theirs, ours in names.items():
             layer, _, leaf = theirs.rpartition(".")
-            weight, shape = table[of_key[ours[0]]], shapes[ours[0]]
+            weight = table[of_key[ours[0]]]
+            shape = shapes[ours[0]]
             shape = (sum(shapes[key][0] for key in ours), *shape[1:])
             if self._is_projection(of_key[ours[0]]):
                 outer, _, name = layer.rpartition(".")
@@ -181,13 +186,15 @@ def _rows_of(table: dict[str, Any], names: dict[str, tuple[str, ...]]) -> Iterat
     sizes = {key: shape[0] for name, weight in table.items() for key, shape in weight.stored(name).items()}
     lies: dict[str, WeightRows] = {}
     for theirs, ours in names.items():
-        start, total = 0, sum(sizes[key] for key in ours)
+        start = 0
+        total = sum(sizes[key] for key in ours)
         for key in ours:
             lies[key] = WeightRows(theirs, start, start := start + sizes[key], total)
     for name, weight in table.items():
         rows: list[WeightRows] = []
         for key in weight.stored(name):
-            last, here = rows[-1] if rows else None, lies[key]
+            last = rows[-1] if rows else None
+            here = lies[key]
             if last is not None and last.theirs == here.theirs and last.stop == here.start:
                 rows[-1] = last._replace(stop=here.stop)
             else:

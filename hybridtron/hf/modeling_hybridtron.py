@@ -70,7 +70,8 @@ class HybridtronCache(Cache):
         self.map(lambda part: part.masked_fill(rows_B.to(part.device).view(-1, *[1] * (part.ndim - 1)), 0))
 
     def reset(self) -> None:
-        self.states, self.seen = [{} for _ in self.states], 0
+        self.states = [{} for _ in self.states]
+        self.seen = 0
 
     def crop(self, *_: int) -> None:
         raise NotImplementedError("a recurrent state can't be taken back by some tokens")
@@ -109,7 +110,8 @@ def places_of(
         return SeqInfo(position_ids, _documents(position_ids == 0)), None
     if position_ids is None:
         position_ids = (real_BS.cumsum(1) - 1).clamp(min=0)[:, -length:]
-    now_BL, before_BS = real_BS[:, -length:], real_BS[:, :-length]
+    now_BL = real_BS[:, -length:]
+    before_BS = real_BS[:, :-length]
     starts_BL = (position_ids == 0) & now_BL
     starts_BL[:, 1:] |= now_BL[:, 1:] != now_BL[:, :-1]
     return SeqInfo(position_ids, _documents(starts_BL)), ~before_BS.any(1)
@@ -185,8 +187,10 @@ class HybridtronModel(HybridtronPreTrainedModel):
         seq, fresh_B = places_of(batch, length, seen, x_BLD.device, attention_mask, position_ids)
         if cache is not None and seen and fresh_B is not None:
             cache.forget(fresh_B)
-        hidden, places = [x_BLD], SeqOnDevices(seq)
-        embedded_BLD, between = x_BLD, (None, None)
+        hidden = [x_BLD]
+        places = SeqOnDevices(seq)
+        embedded_BLD = x_BLD
+        between = (None, None)
         for layer in self.layers:
             x_BLD, *between = layer(x_BLD, places, embedded_BLD, *between, cache=cache)
             hidden.append(x_BLD)

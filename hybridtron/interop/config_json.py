@@ -16,7 +16,8 @@ from hybridtron.regular_files import Unreadable, read_regular, require_regular
 
 LARGEST = 2**24  # bytes of a JSON file that we read
 LARGEST_OTHER = 2**28  # bytes of a JSON file that transformers may read
-MOST_LAYERS, MOST = 10_000, 2**28
+MOST_LAYERS = 10_000
+MOST = 2**28
 
 
 class CannotImport(ValueError):
@@ -45,7 +46,8 @@ def _numbers_to(high: float) -> Callable[[Any], bool]:
     )  # compared without conversion, as an integer may be too large for a float
 
 
-COUNT, COUNT_OR_NONE = _whole(1, MOST), _whole(0, MOST)
+COUNT = _whole(1, MOST)
+COUNT_OR_NONE = _whole(0, MOST)
 LAYERS = _whole(1, MOST_LAYERS)
 NUMBER = Kind("a number above 0", _numbers_to(1e12))
 TEXT = Kind("a text", lambda value: isinstance(value, str))

@@ -24,7 +24,8 @@ AUTO_MAP = {
 class Custom(Native):
     """The custom class: any pattern of registered mixers, written to config.json as `pattern` and `layers`."""
 
-    name, model_type = SHIPPED, "hybridtron"
+    name = SHIPPED
+    model_type = "hybridtron"
 
     def files(self) -> dict[str, bytes]:
         return shipped_code()

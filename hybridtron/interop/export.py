@@ -142,7 +142,8 @@ def class_of(folder: Path, settings: Mapping[str, Any]) -> Native:
 
     Raises CannotImport if the class is not known, or if config.json has another class's model_type.
     """
-    path, names = folder / "config.json", settings.get("architectures")
+    path = folder / "config.json"
+    names = settings.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     target = next((target for target in TARGETS if target.name == name), None)
     if target is None:

@@ -158,9 +158,13 @@ def with_multipliers(model: ModelConfig, theirs: Settings) -> ModelConfig:
 class NativeMamba(Native):
     """A pure Mamba-1 model."""
 
-    name, model_type = "MambaForCausalLM", "mamba"
-    embedding, final_norm, layers = "backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers"
-    norm_eps, tied = "layer_norm_epsilon", True
+    name = "MambaForCausalLM"
+    model_type = "mamba"
+    embedding = "backbone.embeddings.weight"
+    final_norm = "backbone.norm_f.weight"
+    layers = "backbone.layers"
+    norm_eps = "layer_norm_epsilon"
+    tied = True
     fixed: ClassVar = {"use_bias": False, "use_conv_bias": True, "hidden_act": "silu"}
     kind: ClassVar[str] = "mamba"
     options: ClassVar = {"state_size": "state", "expand": "expand", "conv_kernel": "conv", "time_step_rank": "dt_rank"}
@@ -190,7 +194,8 @@ class NativeMamba(Native):
 class NativeMamba2(NativeMamba):
     """A pure Mamba-2 model."""
 
-    name, model_type = "Mamba2ForCausalLM", "mamba2"
+    name = "Mamba2ForCausalLM"
+    model_type = "mamba2"
     tied = False
     fixed: ClassVar = {**NativeMamba.fixed, "rms_norm": True}
     kind = "mamba2"

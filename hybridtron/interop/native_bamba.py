@@ -12,13 +12,15 @@ from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Settings, SubLayerNames
 from hybridtron.interop.native_pairs import BEFORE, Mamba2Hybrid
 
-PART, TURNED = "partial_rotary_factor", 0.5
+PART = "partial_rotary_factor"
+TURNED = 0.5
 
 
 class Bamba(Mamba2Hybrid):
     """Bamba, whose layers are those of GraniteHybrid without multipliers, under other tensor names."""
 
-    name, model_type = "BambaForCausalLM", "bamba"
+    name = "BambaForCausalLM"
+    model_type = "bamba"
     final_norm: ClassVar[str] = "model.final_layernorm.weight"
     sub_layers: ClassVar = {
         "mamba2": SubLayerNames(BEFORE, "mamba"),

@@ -20,7 +20,8 @@ from hybridtron.interop.native import Settings, SubLayerNames, require_known, to
 from hybridtron.interop.native_pairs import BEFORE, BETWEEN, Llama, attention_of
 from hybridtron.interop.rules import TensorRule
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
+FULL = "full_attention"
 
 
 class DeltaHybrid(Llama):
@@ -73,7 +74,8 @@ class OlmoHybrid(DeltaHybrid):
     transformers renames some norms when it loads and saves a folder; `also` maps the published names to those.
     """
 
-    name, model_type = "OlmoHybridForCausalLM", "olmo_hybrid"
+    name = "OlmoHybridForCausalLM"
+    model_type = "olmo_hybrid"
     letters: ClassVar = {LINEAR: "D-", FULL: "A+"}
     before: ClassVar[str] = "attention_layer_norm"
     between: ClassVar[str] = "feedforward_layer_norm"
@@ -114,7 +116,8 @@ class Qwen3Next(DeltaHybrid):
     Norms store their weight minus 1, except for the gated norm inside Gated DeltaNet.
     """
 
-    name, model_type = "Qwen3NextForCausalLM", "qwen3_next"
+    name = "Qwen3NextForCausalLM"
+    model_type = "qwen3_next"
     letters: ClassVar = {LINEAR: "D-", FULL: "A-"}
     fixed: ClassVar = {**DeltaHybrid.fixed, "num_experts": 0}
     delta_names: ClassVar[Names] = {
@@ -143,7 +146,8 @@ class Qwen3Next(DeltaHybrid):
 
     def rules(self, model: ModelConfig) -> list[TensorRule]:
         arch = architecture(model)
-        key_heads, heads = delta_of(arch).num_key_heads, attention_of(arch).heads
+        key_heads = delta_of(arch).num_key_heads
+        heads = attention_of(arch).heads
         blocks = {"in_proj_qkvz.weight": key_heads, "in_proj_ba.weight": key_heads, "self_attn.q_proj.weight": heads}
         return [self._as_stored(rule, blocks) for rule in super().rules(model)]
 

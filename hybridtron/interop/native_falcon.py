@@ -25,7 +25,8 @@ NUMBER_OF = {"ssm_multipliers": len(PARTS), "mlp_multipliers": 2}
 class FalconH1(Mamba2Hybrid):
     """Falcon-H1, with Mamba-2's gated norm or without it."""
 
-    name, model_type = "FalconH1ForCausalLM", "falcon_h1"
+    name = "FalconH1ForCausalLM"
+    model_type = "falcon_h1"
     final_norm: ClassVar[str] = "model.final_layernorm.weight"
     sub_layers: ClassVar = {
         "mamba2": SubLayerNames(BEFORE, "mamba"),
@@ -38,7 +39,9 @@ class FalconH1(Mamba2Hybrid):
         return [range(first, first + 3) for first in range(0, len(arch.specs), 3)]
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        mamba, attention, mlp = arch.specs[0], attention_of(arch), arch.specs[2]
+        mamba = arch.specs[0]
+        attention = attention_of(arch)
+        mlp = arch.specs[2]
         assert isinstance(mamba, Mamba2Spec)
         assert isinstance(mlp, SwiGLUSpec)
         return {

@@ -21,7 +21,8 @@ SCALE = "attention_multiplier"
 class Granite(Llama):
     """Granite: Llama's layers with multipliers."""
 
-    name, model_type = "GraniteForCausalLM", "granite"
+    name = "GraniteForCausalLM"
+    model_type = "granite"
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         attention = attention_of(arch)
@@ -40,7 +41,8 @@ class Granite(Llama):
 class GraniteHybrid(Granite, Mamba2Hybrid):
     """Granite's hybrid: layers of Mamba-2 or full attention, with RoPE or without, each followed by a gated MLP."""
 
-    name, model_type = "GraniteMoeHybridForCausalLM", "granitemoehybrid"
+    name = "GraniteMoeHybridForCausalLM"
+    model_type = "granitemoehybrid"
     sub_layers: ClassVar = {
         "mamba2": SubLayerNames(BEFORE, "mamba"),
         "attention": SubLayerNames(BEFORE, "self_attn"),

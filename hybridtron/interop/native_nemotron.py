@@ -26,7 +26,8 @@ from hybridtron.interop.native import NO_FLOOR, Native, Settings, require_known,
 from hybridtron.interop.native_pairs import attention_of
 from hybridtron.interop.rules import TensorRule
 
-TYPES, PATTERN = "layers_block_type", "hybrid_override_pattern"
+TYPES = "layers_block_type"
+PATTERN = "hybrid_override_pattern"
 # a layer's type as transformers writes it, as earlier versions wrote it, and as the letter in published folders
 LAYERS = {
     "M": ("linear_attention", "mamba", "M"),
@@ -38,8 +39,11 @@ LAYERS = {
 class NemotronH(Native):
     """Nemotron-H, with its files' tensor names; transformers' module has the prefix `model.`, not `backbone.`."""
 
-    name, model_type = "NemotronHForCausalLM", "nemotron_h"
-    embedding, final_norm, layers = "backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers"
+    name = "NemotronHForCausalLM"
+    model_type = "nemotron_h"
+    embedding = "backbone.embeddings.weight"
+    final_norm = "backbone.norm_f.weight"
+    layers = "backbone.layers"
     norm_eps = "layer_norm_epsilon"
     fixed: ClassVar = {
         **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "tie_word_embeddings"), False),

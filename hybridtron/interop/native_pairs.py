@@ -15,7 +15,8 @@ from hybridtron.architecture.table import Architecture
 from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Native, Settings, SubLayerNames, to_ours, to_theirs
 
-BEFORE, BETWEEN = "input_layernorm", "post_attention_layernorm"
+BEFORE = "input_layernorm"
+BETWEEN = "post_attention_layernorm"
 # values of time_step_limit without an effect; transformers writes infinity as an object, since JSON has none
 NO_LIMIT: tuple[Any, ...] = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
 FUSED_MLP: Names = {
@@ -27,7 +28,8 @@ FUSED_MLP: Names = {
 class Llama(Native):
     """Llama: layers of full attention and a gated MLP."""
 
-    name, model_type = "LlamaForCausalLM", "llama"
+    name = "LlamaForCausalLM"
+    model_type = "llama"
     in_pairs = True
     sub_layers: ClassVar = {
         "attention": SubLayerNames(BEFORE, "self_attn"),
@@ -78,7 +80,8 @@ class Llama(Native):
 class Mistral(Llama):
     """Mistral: Llama's layers with sliding-window attention."""
 
-    name, model_type = "MistralForCausalLM", "mistral"
+    name = "MistralForCausalLM"
+    model_type = "mistral"
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         return super().settings(model, arch, length) | {"sliding_window": attention_of(arch).window}

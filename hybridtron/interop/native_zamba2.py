@@ -21,7 +21,8 @@ from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import NO_FLOOR, Native, Settings, require_known, to_ours, to_theirs
 from hybridtron.interop.rules import Rules
 
-HYBRID, MAMBA = "hybrid", "linear_attention"
+HYBRID = "hybrid"
+MAMBA = "linear_attention"
 OF_TYPE = {MAMBA: False, "mamba": False, HYBRID: True}
 LETTERS = "ABCDEFGHIJKL"  # one for each shared block
 BLOCK: Names = {
@@ -43,8 +44,10 @@ PAIRS = {
 class Zamba2(Native):
     """Zamba2 without biases and without long-context RoPE scaling (`use_long_context`)."""
 
-    name, model_type = "Zamba2ForCausalLM", "zamba2"
-    final_norm, tied = "model.final_layernorm.weight", True
+    name = "Zamba2ForCausalLM"
+    model_type = "zamba2"
+    final_norm = "model.final_layernorm.weight"
+    tied = True
     fixed: ClassVar = {
         "add_bias_linear": False,
         "attention_dropout": 0.0,

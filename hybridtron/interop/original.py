@@ -34,7 +34,9 @@ class Original(ModelFormat):
     """The format of checkpoints that state-spaces/mamba writes."""
 
     name = "state-spaces/mamba"
-    embedding, final_norm, layers = "backbone.embedding.weight", "backbone.norm_f.weight", "backbone.layers"
+    embedding = "backbone.embedding.weight"
+    final_norm = "backbone.norm_f.weight"
+    layers = "backbone.layers"
     in_pairs = True
     sub_layers: ClassVar = {
         "attention": SubLayerNames(weights=ATTENTION),

@@ -30,7 +30,9 @@ from hybridtron.interop.writer import write_json
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-DOWN, UP, LENGTHS = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+DOWN = "lora_A.weight"
+UP = "lora_B.weight"
+LENGTHS = "lora_magnitude_vector"
 
 
 def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:

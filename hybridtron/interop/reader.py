@@ -63,7 +63,8 @@ class Weights:
     """
 
     def __init__(self, folder: Path, names: WeightFiles = OF_MODEL) -> None:
-        self.folder, self._names = folder, names
+        self.folder = folder
+        self._names = names
         self._of_name: dict[str, Callable[[], Tensor]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         files = sorted(self._files())

@@ -13,7 +13,9 @@ from hybridtron.architecture.rope import NO_POSITIONS, OF_SCALE, RopeOptions
 
 Settings = dict[str, Any]
 BASE = 10000.0  # default rope_theta
-PARAMETERS, SCALING, LENGTH = "rope_parameters", "rope_scaling", "original_max_position_embeddings"
+PARAMETERS = "rope_parameters"
+SCALING = "rope_scaling"
+LENGTH = "original_max_position_embeddings"
 NAMES = {
     "factor": "factor",
     "original": LENGTH,

@@ -39,7 +39,9 @@ from hybridtron.model.stack import Beside, Residual, ResidualOut
 from hybridtron.ops.multiplied import multiplied
 from hybridtron.regular_files import read_regular
 
-TOLERANCE, ENLARGED = 1e-5, 1e-4  # fractions of the largest logit; see _allowed
+# fractions of the largest logit; see _allowed
+TOLERANCE = 1e-5
+ENLARGED = 1e-4
 NEW_TOKENS = 12
 CHUNKS = 300  # tokens; longer than one chunk of any scan
 FORMER_CLASS = "its class is an earlier version's, which forgets the prompt in this transformers: export again"
@@ -69,7 +71,8 @@ def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
     `ours` has the checkpoint's weights; they are rounded to the folder's dtype, except those that exports keep in fp32.
     """
     settings = settings_of(folder)
-    target, dtype = class_of(folder, settings), dtype_of(folder, settings)
+    target = class_of(folder, settings)
+    dtype = dtype_of(folder, settings)
     fp32_keys = {key for rule in _rules(folder, target, model) if rule.fp32 for key in rule.ours}
     with quiet():
         theirs = loaded(folder, target.proven_with)

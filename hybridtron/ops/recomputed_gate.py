@@ -28,13 +28,16 @@ class _RecomputedGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, multiplier: float) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.multiplier = activation, multiplier
+        ctx.activation = activation
+        ctx.multiplier = multiplier
         return activation.forward(multiplied(gate, multiplier)).mul_(up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (gate, up), (grad,), activation = ctx.saved_tensors, grads, ctx.activation
+        (gate, up) = ctx.saved_tensors
+        (grad,) = grads
+        activation = ctx.activation
         gate = multiplied(gate, ctx.multiplier)
         of_gate = multiplied(activation.backward(grad * up, gate), ctx.multiplier)
         return of_gate, activation.forward(gate).mul_(grad), None, None

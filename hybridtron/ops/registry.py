@@ -45,7 +45,8 @@ def torch_alone() -> dict[str, str]:
 
     Ops that would use neither are left out.
     """
-    faster, found = {"native", "onednn"}, {}
+    faster = {"native", "onednn"}
+    found = {}
     for name, op in OPS.items():
         each = next(
             e for e in (*op.implementations, op.reference) if e.name not in faster and not e.unavailable_reason("cpu")

@@ -76,7 +76,8 @@ def gla_transition(inputs: GLAInputs) -> StateTransition:
 
 def delta_transition(inputs: DeltaInputs) -> StateTransition:
     """Return the delta rule's transition: matrices for states (B, H, N, P); column n is key channel n's image."""
-    size, wide = inputs.k_BLHN.shape[3], wide_type(inputs.v_BLHP)
+    size = inputs.k_BLHN.shape[3]
+    wide = wide_type(inputs.v_BLHP)
     identity_NN = torch.eye(size, dtype=wide, device=inputs.k_BLHN.device)
     start_BHNN = identity_NN.expand(inputs.k_BLHN.shape[0], inputs.k_BLHN.shape[2], size, size)
     nothing_BLHN = torch.zeros_like(inputs.k_BLHN, dtype=inputs.v_BLHP.dtype)

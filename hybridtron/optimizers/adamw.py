@@ -30,7 +30,8 @@ class AdamW(UpdateRule):
     def direction(
         self, name: str, weight: Parameter, gradient: Tensor, parts: dict[str, Tensor], settings: UpdateSettings
     ) -> Tensor:
-        (first, second), step = settings.betas, settings.step
+        (first, second) = settings.betas
+        step = settings.step
         mean = parts["exp_avg"].lerp_(gradient, 1 - first)
         square = parts["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
         root = square.sqrt().div_(math.sqrt(1 - second**step)).add_(settings.eps)

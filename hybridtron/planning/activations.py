@@ -42,7 +42,9 @@ class ChunkUse:
 
         `received`: what came from the rank after this one. The last sub-layer takes it for its stream's gradient.
         """
-        gone, most, before = self.last_norm, 0, [0, *(layer.away for layer in self.layers)]
+        gone = self.last_norm
+        most = 0
+        before = [0, *(layer.away for layer in self.layers)]
         for index, layer in enumerate(reversed(self.layers)):
             here = layer.away + before[-2 - index]  # of this sub-layer, and of the one that runs backward next
             most = max(most, layer.again + layer.back + here + (received if index else 0) - gone)
@@ -52,7 +54,9 @@ class ChunkUse:
     @property
     def forward(self) -> int:
         """Values per token beyond those kept, where a forward pass sends to the host what a sub-layer has made."""
-        coming, most, before = self.kept, 0, 0
+        coming = self.kept
+        most = 0
+        before = 0
         for layer in self.layers:
             coming -= layer.kept
             most = max(most, layer.away + before - coming)
@@ -88,7 +92,8 @@ class RankUse:
 
     def peak(self, turns: Sequence[Turn]) -> tuple[int, int]:
         """Bytes that are kept at most; and how much more there is at the peak, than these and the logits."""
-        kept, moments = self.kept, [0]
+        kept = self.kept
+        moments = [0]
         different = dict.fromkeys(
             (turn, number > 0) for number, turn in enumerate(turns)
         )  # the schedule repeats itself
@@ -101,7 +106,8 @@ class RankUse:
     def _beside(self, turn: Turn, is_later: bool) -> Iterator[int]:
         """Beside what is kept, in the forward and in the backward pass of a turn."""
         stream = self.stream * self.value_bytes * self.together
-        interleaved, follows = len(self.chunks) > 1, self.rank > 0
+        interleaved = len(self.chunks) > 1
+        follows = self.rank > 0
         before = follows and is_later
         sent = (2 + 2 * follows) * interleaved
         if turn.forward is not None and self.chunks[turn.forward].last_norm:

@@ -17,7 +17,9 @@ from hybridtron.planning.layer_use import LayerUse, normed_values
 
 def with_beside(uses: Sequence[LayerUse], config: Config) -> tuple[LayerUse, ...]:
     """All sub-layers of a model."""
-    arch, found, is_kept = architecture(config.model), list[LayerUse](), False
+    arch = architecture(config.model)
+    found = list[LayerUse]()
+    is_kept = False
     for index, (use, spec) in enumerate(zip(uses, arch.specs, strict=True)):
         if spec.beside and is_kept:
             use = replace(use, kept=use.kept - use.read, twice=use.read)

@@ -128,7 +128,8 @@ def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int, learn
     narrowed after the last of them, when no logits are left.
     """
     at_a_time = logits_at_a_time(tokens, vocabulary, value_bytes)
-    several, weights = at_a_time < tokens, vocabulary * width * learns
+    several = at_a_time < tokens
+    weights = vocabulary * width * learns
     sums = value_bytes * tokens * width + (FP32_BYTES if several else value_bytes) * weights
     narrowed = value_bytes * weights if several and value_bytes < FP32_BYTES else 0
     return sums + max(value_bytes * at_a_time * vocabulary, narrowed)

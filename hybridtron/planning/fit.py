@@ -80,7 +80,8 @@ def settings_of(layout: FittingLayout, config: Config) -> list[str]:
 
 def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
     """The layouts that these devices can be arranged into."""
-    layers, shortest = len(architecture(config.model).specs), min(phase.seq_len for phase in config.phases)
+    layers = len(architecture(config.model).specs)
+    shortest = min(phase.seq_len for phase in config.phases)
     contexts = [size for size in _CONTEXT_SIZES if size == 1 or shortest // size >= _LEAST_SHARE]
     for tensor in TENSOR_SIZES:
         if uncuttable(config.model, tensor):

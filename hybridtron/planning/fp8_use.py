@@ -31,8 +31,11 @@ def with_fp8(uses: Sequence[LayerUse], phase: ResolvedPhase, table: Mapping[str,
 
 
 def _in_fp8(use: LayerUse, phase: ResolvedPhase, table: Mapping[str, Parameter], layer: int) -> LayerUse:
-    arch, config, value = architecture(phase.model), phase.config, VALUE_BYTES[phase.precision.name]
-    spec, width = arch.specs[layer], phase.model.width
+    arch = architecture(phase.model)
+    config = phase.config
+    value = VALUE_BYTES[phase.precision.name]
+    spec = arch.specs[layer]
+    width = phase.model.width
     found = projections_of(phase, table, layer)
     reading = [one for one in found.entering if one.keeps_input]
     more = width * sum(one.weight.fp8 and one.learns for one in reading) // value

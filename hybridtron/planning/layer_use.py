@@ -36,7 +36,9 @@ class LayerUse:
 
 def layer_uses(config: Config, runs_again: bool = False) -> tuple[LayerUse, ...]:
     """What each sub-layer keeps and sends, also where whole chunks of a lane run again in the backward pass."""
-    arch, sizes, stream = architecture(config.model), sizes_of(config), stream_values(config)
+    arch = architecture(config.model)
+    sizes = sizes_of(config)
+    stream = stream_values(config)
     by_letter = {letter: _layer_use(spec, sizes, config, stream, runs_again) for letter, spec in arch.by_letter.items()}
     return tuple(by_letter[letter] for letter in arch.letters)
 
@@ -76,7 +78,8 @@ def carried_parts(phase: ResolvedPhase) -> dict[int, dict[str, StatePart]]:
     states = phase.states
     if states.mode is StateMode.zero:
         return {}
-    arch, kinds = architecture(phase.model), phase.carried_kinds
+    arch = architecture(phase.model)
+    kinds = phase.carried_kinds
     layers = range(len(arch.specs)) if states.layers is None else sorted(set(states.layers))
     parts = {
         layer: {name: part for name, part in arch.specs[layer].state_parts(arch.sizes).items() if part.kind in kinds}
@@ -110,7 +113,8 @@ def _most_held(cut: Cut, whole: int, ranks: int) -> int:
     """Of entries along an axis, how many the fullest rank holds."""
     if cut.readers is None:
         return whole // ranks
-    own, held = cut.readers // ranks, 0
+    own = cut.readers // ranks
+    held = 0
     for first in range(0, cut.readers, own):
         used = [head * whole // cut.readers for head in range(first, first + own)]
         distinct = sorted(set(used))
@@ -131,7 +135,8 @@ def gathers_again(spec: MixerSpec, config: Config) -> bool:
 
 
 def _layer_use(spec: MixerSpec, sizes: ModelSizes, config: Config, stream: int, runs_again: bool) -> LayerUse:
-    parallel, regathers = config.parallel, gathers_again(spec, config)
+    parallel = config.parallel
+    regathers = gathers_again(spec, config)
     whole = spec.whole_values(sizes, parallel.tensor) if parallel.tensor > 1 else 0
     read = shared(spec.input_width(sizes), parallel.tensor if regathers else 1)
     inside = read + whole + shared(spec.activation_values(sizes) - whole, parallel.tensor)

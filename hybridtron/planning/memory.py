@@ -143,11 +143,14 @@ def largest_phase(config: Config) -> ResolvedPhase:
 
 def plan(phase: ResolvedPhase, world_size: int) -> Plan:
     """What every pipeline rank holds and sends in a phase; the configuration is checked for this world size."""
-    config, settings = phase.config, phase.settings
-    parallel, model = config.parallel, config.model
+    config = phase.config
+    settings = phase.settings
+    parallel = config.parallel
+    model = config.model
     data = data_parallel(parallel, world_size)
     seq_len = max(one.seq_len for one in config.phases)
-    costs, stages = layer_costs(model, seq_len), stage_layers(model, parallel, seq_len)
+    costs = layer_costs(model, seq_len)
+    stages = stage_layers(model, parallel, seq_len)
     table = parameter_table(model)
     uses = with_fp8(with_frozen(layer_uses(config, runs_again(phase)), phase, table, stages[0].stop), phase, table)
     step = _Step(
@@ -241,8 +244,11 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
 
 def _use(step: _Step, rank: int, chunks: Sequence[PlannedStage]) -> RankUse:
     """What the rank's micro-batches hold."""
-    model, parallel, value = step.config.model, step.config.parallel, VALUE_BYTES[step.config.precision.name]
-    stream, is_last = stream_values(step.config), chunks[-1] is step.chunks[-1]
+    model = step.config.model
+    parallel = step.config.parallel
+    value = VALUE_BYTES[step.config.precision.name]
+    stream = stream_values(step.config)
+    is_last = chunks[-1] is step.chunks[-1]
     norms = [0] * (len(chunks) - 1) + [(stream + model.width) * is_last]
     tied = model.tie_embeddings and is_last and parallel.pipeline == 1 and step.phase.learns("embedding.weight")
     return RankUse(
@@ -266,7 +272,8 @@ def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:
     """Bytes of what the loss makes."""
     if chunks[-1] is not step.chunks[-1]:
         return 0
-    model, tokens = step.config.model, step.phase.tokens_of_rank * step.phase.chunks_together
+    model = step.config.model
+    tokens = step.phase.tokens_of_rank * step.phase.chunks_together
     vocabulary = shared(model.vocab_size, step.config.parallel.tensor)
     learns = step.phase.learns("embedding.weight" if model.tie_embeddings else "head.weight")
     return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name], learns)
@@ -278,8 +285,10 @@ def _states(step: _Step, chunks: Sequence[PlannedStage]) -> int:
 
 
 def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], held: WeightBytes) -> Traffic:
-    parallel, model = step.config.parallel, step.config.model
-    is_first, is_last = rank == 0, rank == parallel.pipeline - 1
+    parallel = step.config.parallel
+    model = step.config.model
+    is_first = rank == 0
+    is_last = rank == parallel.pipeline - 1
     values = step.value_bytes * step.phase.chunks_together * step.micro_batches
     summed = sum(step.uses[layer].summed for chunk in chunks for layer in chunk.layers)
     gathered = sum(step.uses[layer].gathered for chunk in chunks for layer in chunk.layers)

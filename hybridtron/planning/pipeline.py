@@ -77,7 +77,8 @@ class Traffic:
 
 def summed_over_stages(phase: ResolvedPhase, table: Mapping[str, Parameter], held: Sequence[Sequence[str]]) -> int:
     """Bytes that a rank sends of the gradients of weights that places on several stages share."""
-    ranks, config = len(held), phase.config
+    ranks = len(held)
+    config = phase.config
     homes = Counter(name for names in held for name in names if table[name].shared and phase.learns(name))
     several = {name: table[name] for name, count in homes.items() if count > 1}
     summed = sum(
@@ -97,7 +98,8 @@ class Turn(NamedTuple):
 
 def turns(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[Turn]:
     """The passes of a rank in Megatron's schedule."""
-    pipeline, stages = parallel.pipeline, parallel.virtual_pipeline
+    pipeline = parallel.pipeline
+    stages = parallel.virtual_pipeline
     # the schedule repeats itself after a round of all stages: a few rounds show the peak
     micro_batches = min(micro_batches, 4 * pipeline)
     total = micro_batches * stages
@@ -131,7 +133,9 @@ class WeightBytes(NamedTuple):
 
 def weight_bytes(phase: ResolvedPhase, data: int, weights: Mapping[str, Parameter]) -> WeightBytes:
     """Of the weights of one pipeline rank, with this number of data-parallel ranks; what is frozen is stored alone."""
-    config, parallel, rule = phase.config, phase.config.parallel, OPTIMIZERS[phase.optim.name]()
+    config = phase.config
+    parallel = phase.config.parallel
+    rule = OPTIMIZERS[phase.optim.name]()
     stored = learning = gradients = follows = others = 0
     for name, weight in weights.items():
         size = local_size(weight, parallel)

@@ -33,7 +33,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GB, TFLOP = 1e9, 1e12
+GB = 1e9
+TFLOP = 1e12
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ def with_handed_over(uses: Sequence[LayerUse], phase: ResolvedPhase) -> tuple[La
     parallel = phase.config.parallel
     if parallel.context == 1:
         return tuple(uses)
-    specs, sizes = architecture(phase.model).specs, sizes_of(phase.config)
+    specs = architecture(phase.model).specs
+    sizes = sizes_of(phase.config)
     token = phase.tokens_of_rank * VALUE_BYTES[phase.precision.name]
     found = []
     for use, spec in zip(uses, specs, strict=True):
@@ -61,7 +62,8 @@ def _kept(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
     """Bytes, on the rank that keeps the most."""
     parallel = phase.config.parallel
     states = [part for part in spec.state_parts(sizes).values() if part.kind == "ssm"]
-    rounds, of_state = _doublings(parallel.context), sum(state_values(part, parallel) for part in states)
+    rounds = _doublings(parallel.context)
+    of_state = sum(state_values(part, parallel) for part in states)
     totals = shared(spec.transition_values(sizes), parallel.tensor) * (1 + 2 * rounds)
     of_states = ((1 + rounds) * of_state + totals) * FP32_BYTES * phase.settings.micro_batch
     keys = [part for part in spec.state_parts(sizes).values() if part.kind == "kv"]
@@ -90,7 +92,9 @@ class HandedOver(NamedTuple):
 
 
 def _rounds(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> Iterator[HandedOver]:
-    parallel, rows, value = phase.config.parallel, phase.settings.micro_batch, VALUE_BYTES[phase.precision.name]
+    parallel = phase.config.parallel
+    rows = phase.settings.micro_batch
+    value = VALUE_BYTES[phase.precision.name]
     for part in spec.state_parts(sizes).values():
         if part.kind == "ssm":
             both = state_values(part, parallel) + shared(spec.transition_values(sizes), parallel.tensor)
@@ -116,7 +120,8 @@ def _key_rounds(part: StatePart, phase: ResolvedPhase) -> Iterator[HandedOver]:
     parallel = phase.config.parallel
     if not part.shape:
         return
-    context, length = parallel.context, phase.settings.seq_len // parallel.context
+    context = parallel.context
+    length = phase.settings.seq_len // parallel.context
     if part.handed == "sets":  # in as many slots as are needed and as a share has tokens
         slots = min(part.shape[0] or length, length)
         each = _part_bytes(replace(part, shape=(slots, *part.shape[1:])), phase)

@@ -28,7 +28,8 @@ class TokenCosts:
 
     def of_shares(self, rows: Sequence[Spans], length: int, shares: int) -> list[float]:
         """Forward FLOPs of each share, over these rows of `length`."""
-        each, found = length // shares, []
+        each = length // shares
+        found = []
         for first in range(0, length, each):
             keys = {w: sum(keys_seen(row, (first, first + each), w) for row in rows) for w in self.by_window}
             attention = sum(cost * keys[window] for window, cost in self.by_window.items())
@@ -38,7 +39,8 @@ class TokenCosts:
 
 def token_costs(model: ModelConfig, length: int) -> TokenCosts:
     counted = count(model, length)
-    alike, by_window = counted.forward_flops, dict[int | None, float]()
+    alike = counted.forward_flops
+    by_window = dict[int | None, float]()
     for layer, spec in zip(counted.layers, architecture(model).specs, strict=True):
         if isinstance(spec, AttentionSpec):
             attention = layer.flops["attention"]
@@ -57,7 +59,8 @@ def keys_seen(documents: Spans, share: tuple[int, int], window: int | None) -> i
     """Keys that the tokens of a share see, all together."""
     found = 0
     for begin, end in documents:
-        first, stop = max(begin, share[0]), min(end, share[1])
+        first = max(begin, share[0])
+        stop = min(end, share[1])
         if first < stop:
             found += _seen_by_first(stop - begin, window) - _seen_by_first(first - begin, window)
     return found

@@ -29,12 +29,15 @@ from hybridtron.planning.layer_use import gathers_again, hides_traffic, is_recom
 from hybridtron.planning.memory import Plan
 from hybridtron.planning.rates import GPU, LAUNCH_S, LAUNCHES
 
-PRODUCTS, ATTENTION = 3, 3.5  # of the forward pass's, both passes together
+# of the forward pass's, both passes together
+PRODUCTS = 3
+ATTENTION = 3.5
 
 
 def step_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> float:
     """Of an optimizer step."""
-    parallel, rest = with_overlap(phase.config.parallel, made.data * phase.config.parallel.context), 0.0
+    parallel = with_overlap(phase.config.parallel, made.data * phase.config.parallel.context)
+    rest = 0.0
     passes = micro_batch_seconds(made, phase, gpu)
     slowest = max(passes)
     link = gpu.link(parallel.tensor * parallel.context * made.data)
@@ -49,8 +52,10 @@ def step_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> float:
 
 def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[float]:
     """Of both passes of a micro-batch on every pipeline rank."""
-    config, settings = phase.config, phase.settings
-    parallel, counted = config.parallel, count_of_last_share(phase.model, settings.seq_len, config.parallel.context)
+    config = phase.config
+    settings = phase.settings
+    parallel = config.parallel
+    counted = count_of_last_share(phase.model, settings.seq_len, config.parallel.context)
     arch = architecture(phase.model)
     again = [is_recomputed(spec, arch.sizes, parallel.recompute) for spec in arch.specs]
     of_layers = [layer_seconds(layer, runs, gpu) for layer, runs in zip(counted.layers, again, strict=True)]
@@ -94,7 +99,8 @@ def count_of_last_share(model: ModelConfig, seq_len: int, shares: int) -> ModelC
 
 def layer_seconds(layer: LayerCount, is_again: bool, gpu: GPU) -> float:
     """Of a token in a sub-layer."""
-    products, attention = layer.flops.get("projections", 0), layer.flops.get("attention", 0)
+    products = layer.flops.get("projections", 0)
+    attention = layer.flops.get("attention", 0)
     return (PRODUCTS + is_again) * products / gpu.products + (ATTENTION + is_again) * attention / gpu.attention
 
 

@@ -64,7 +64,8 @@ class OnStream:
     """What `torch.cuda.stream` gives: inside, this stream is asked."""
 
     def __init__(self, stream: AbsentStream) -> None:
-        self.stream, self.first = stream, 0
+        self.stream = stream
+        self.first = 0
 
     def __enter__(self) -> None:
         self.first = copied()

@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 from hybridtron.rehearse import heard
 from hybridtron.rehearse.stand_ins import Given
 
-FORWARD, BACKWARD = 2, 5  # products of queries and keys, or of weights and values
+# products of queries and keys, or of weights and values
+FORWARD = 2
+BACKWARD = 5
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, before: int) -> Tensor:
@@ -28,9 +30,11 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, before: int
 class _AttentionWork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, before: int) -> Tensor:
-        y, sums = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        y = torch.empty_like(q)
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, y, sums)
-        ctx.name, ctx.seen = name, (causal, before)
+        ctx.name = name
+        ctx.seen = (causal, before)
         _report(f"{name} forward", (q, k, v), (y, sums), *ctx.seen, products=FORWARD)
         return y
 
@@ -39,7 +43,8 @@ class _AttentionWork(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, sums = ctx.saved_tensors
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        wide, dots = q.new_empty(q.shape, dtype=torch.float32), torch.empty_like(sums)
+        wide = q.new_empty(q.shape, dtype=torch.float32)
+        dots = torch.empty_like(sums)
         found = [torch.empty_like(x) for x in (q, k, v)]
         written = (*found, wide, wide, dots)
         _report(f"{ctx.name} backward", (q, k, v, y, sums, grad), written, *ctx.seen, products=BACKWARD)
@@ -60,8 +65,10 @@ def documents(name: str, given: Given) -> Tensor:
     return rows(name, {**given, **in_rows}).flatten(0, 1)
 
 
-flash_rows, flash_documents = partial(rows, "flash"), partial(documents, "flash")
-flash3_rows, flash3_documents = partial(rows, "flash-3"), partial(documents, "flash-3")
+flash_rows = partial(rows, "flash")
+flash_documents = partial(documents, "flash")
+flash3_rows = partial(rows, "flash-3")
+flash3_documents = partial(documents, "flash-3")
 
 
 def flash4_rows(given: Given) -> tuple[Tensor, None]:

@@ -138,7 +138,8 @@ def megatron_share(recipe: str, layout: str) -> float:
 
 def megatron_flops(model: ModelConfig, length: int) -> float:
     """Of a token, forward and backward: products with weights, and attention of every query to every key of the row."""
-    arch, parts = architecture(model), count(model, length).flops_by_part
+    arch = architecture(model)
+    parts = count(model, length).flops_by_part
     queries = sum(spec.channels(arch.sizes)[0] for spec in arch.specs if isinstance(spec, HeadsSpec))
     return 3 * (parts["projections"] + parts["head"] + 2 * 2 * length * queries)
 

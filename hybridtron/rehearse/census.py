@@ -39,7 +39,8 @@ NOTHING = {
 }  # fmt: skip
 NOT_READ = {"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}  # what they write
 COPIES = {"_to_copy", "copy_"}
-TO_HOST, FROM_HOST = "copy to the host", "copy from the host"
+TO_HOST = "copy to the host"
+FROM_HOST = "copy from the host"
 PICKS = {"embedding", "gather", "index", "index_select"}  # rows of their first argument
 
 
@@ -118,14 +119,17 @@ class Census(TorchDispatchMode):
     def _count(
         self, form: OperationForm, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor], place: str
     ) -> None:
-        name, moved = form.name, moved_bytes(form, args, kwargs, made)
+        name = form.name
+        moved = moved_bytes(form, args, kwargs, made)
         if name in COPIES and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
             if any(on_device(x) and not on_device(y) for x in given for y in made):
                 self.wait("copy to the host")
             elif any(on_device(y) and not on_device(x) for x in given for y in made):
                 self.wait("copy to the device")
         elif name == "copy_" and (direction := copy_direction(args)) is not None:
-            now, name, moved = len(self.operations), direction, args[0].nbytes
+            now = len(self.operations)
+            name = direction
+            moved = args[0].nbytes
             self.copies.append(Sent(self.part, place, name, moved, 1, False, now, now))
         product = name in PRODUCTS
         flops = product_flops(name, args) if product else 0

@@ -25,7 +25,8 @@ class SentHandle:
     """What an asynchronous call returns, or several calls that are started together."""
 
     def __init__(self, calls: list[Sent], census: Census | None) -> None:
-        self.calls, self.census = calls, census
+        self.calls = calls
+        self.census = census
 
     def wait(self, *_: Any) -> bool:
         for call in self.calls:
@@ -62,7 +63,8 @@ class Collectives:
 
     def begin(self, census: Census) -> list[Sent]:
         """Count from here on into the list that is returned."""
-        self.census, self.calls = census, []
+        self.census = census
+        self.calls = []
         return self.calls
 
     def install(self) -> None:
@@ -90,11 +92,13 @@ class Collectives:
 
     def _note(self, name: str, given: dict[str, Any]) -> list[Sent]:
         argument, times = COUNTED[name]
-        tensor, census = given[argument], self.census
+        tensor = given[argument]
+        census = self.census
         ranks = dist.get_process_group_ranks(given["group"] or dist.group.WORLD)
         if census is None or not tensor.is_cuda or len(ranks) == 1:
             return []
-        moved, size = tensor.numel() * tensor.element_size(), len(ranks)
+        moved = tensor.numel() * tensor.element_size()
+        size = len(ranks)
         sent = moved if times == MESSAGE else times * moved * (size - 1) // size
         nodes = {rank // self.node for rank in ranks}
         now = len(census.operations)
@@ -106,7 +110,8 @@ class Collectives:
 
     @contextlib.contextmanager
     def _started_together(self, *_: Any, **__: Any) -> Iterator[SentHandle]:
-        outer, self._together = self._together, []
+        outer = self._together
+        self._together = []
         try:
             yield SentHandle(self._together, self.census)
         finally:

@@ -103,10 +103,12 @@ class LinearStandIn(nn.Module):
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: tuple[Tensor, Tensor], accumulates: bool) -> Tensor:
-        (plain_x, x8), (plain_weight, weight8) = _cast(x), rounded
+        (plain_x, x8) = _cast(x)
+        (plain_weight, weight8) = rounded
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
         ctx.save_for_backward(x8, weight8)
-        ctx.types, ctx.accumulated = (x.dtype, weight.dtype), weight if accumulates else None
+        ctx.types = (x.dtype, weight.dtype)
+        ctx.accumulated = weight if accumulates else None
         _product(plain_x, plain_weight, y, weight.shape[1])
         return y
 
@@ -115,7 +117,8 @@ class _Fp8Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x8, weight8 = ctx.saved_tensors
         plain, transposed = _cast(grad)
-        grad_x, grad_weight = torch.empty_like(x8, dtype=ctx.types[0]), torch.empty_like(weight8, dtype=ctx.types[1])
+        grad_x = torch.empty_like(x8, dtype=ctx.types[0])
+        grad_weight = torch.empty_like(weight8, dtype=ctx.types[1])
         _product(plain, weight8, grad_x, weight8.shape[0])
         depth = x8.numel() // x8.shape[-1]
         if ctx.accumulated is None:

@@ -65,7 +65,8 @@ def _torch_folder() -> Path:
 
 
 def _compile(torch_folder: Path, target: Path) -> None:
-    include, linked = torch_folder / "include", torch_folder / "lib"
+    include = torch_folder / "include"
+    linked = torch_folder / "lib"
     options = [
         *("-O1", "-shared", "-fPIC", "-std=c++20", str(SOURCE)),
         *(f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),

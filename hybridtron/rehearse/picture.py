@@ -40,7 +40,8 @@ def draw(found: Sequence[Rehearsed], output: Path) -> None:
 
 def draw_memory(axes: Axes, rehearsed: Rehearsed) -> None:
     """Bytes of tensors over the step, by who made them, and what was planned."""
-    step, course = rehearsed.step, rehearsed.step.course
+    step = rehearsed.step
+    course = rehearsed.step.course
     until = [0.0, *accumulate(seconds_of(rehearsed))]
     moments = [min(max(change.moment - step.passes_of_many.first, 0), len(until) - 1) for change in course.changes]
     milliseconds = [1e3 * until[moment] for moment in moments]

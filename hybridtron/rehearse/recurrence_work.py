@@ -25,7 +25,8 @@ SCANNED = 2048  # tokens of which the selective scan's kernel keeps one state
 
 def causal_conv1d(given: Given) -> Tensor:
     """Reads and writes a row once; in the backward pass the gradient too."""
-    x_BCL, weight = given["x"], given["weight"]
+    x_BCL = given["x"]
+    weight = given["weight"]
     if 1 not in (x_BCL.stride(1), x_BCL.stride(2)):
         x_BCL = x_BCL.contiguous()
     others = [given.get(name) for name in ("bias", "seq_idx", "initial_states")]
@@ -67,7 +68,9 @@ def selective_scan(given: Given) -> Tensor | tuple[Tensor, Tensor]:
 class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        u_BEL, A_EN, z_BEL = given[0], given[2], given[6]
+        u_BEL = given[0]
+        A_EN = given[2]
+        z_BEL = given[6]
         assert u_BEL is not None
         assert A_EN is not None
         batch, channels, length = u_BEL.shape
@@ -125,7 +128,8 @@ class _ChunkScan(torch.autograd.Function):
 
 def _inside(given: Sequence[Tensor | None], chunk: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """dt and its sums, states at the ends of chunks, C B^T of each chunk."""
-    x_BLHP, B_BLGN = given[0], given[3]
+    x_BLHP = given[0]
+    B_BLGN = given[3]
     assert x_BLHP is not None
     assert B_BLGN is not None
     batch, length, heads, size = x_BLHP.shape
@@ -138,10 +142,12 @@ def _inside(given: Sequence[Tensor | None], chunk: int) -> tuple[list[Tensor], T
 
 def _flops(given: Sequence[Tensor | None], chunk: int) -> int:
     """C B^T once a group; with x, half of it is seen; states in and out."""
-    x_BLHP, B_BLGN = given[0], given[3]
+    x_BLHP = given[0]
+    B_BLGN = given[3]
     assert x_BLHP is not None
     assert B_BLGN is not None
-    channels, state = x_BLHP.shape[2] * x_BLHP.shape[3], B_BLGN.shape[3]
+    channels = x_BLHP.shape[2] * x_BLHP.shape[3]
+    state = B_BLGN.shape[3]
     tokens = x_BLHP.shape[0] * x_BLHP.shape[1]
     return tokens * (2 * chunk * B_BLGN.shape[2] * state + chunk * channels + 2 * 2 * channels * state)
 

@@ -120,7 +120,9 @@ class RehearsalProcess:
         from hybridtron.rehearse.step import counting
         from hybridtron.rehearse.step_time import work
 
-        census, launches, ends = Census(), Launches(), dict[Key, tuple[int, int]]()
+        census = Census()
+        launches = Launches()
+        ends = dict[Key, tuple[int, int]]()
         with counting(census, launches):
             for key, call in named():
                 start = len(census.operations)

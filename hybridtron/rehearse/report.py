@@ -22,7 +22,8 @@ NOT_SEEN = f"Not seen: {UNSEEN}; caches; how well kernels of other packages use 
 
 def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
     """Everything as plain values; times are a model's."""
-    step, time = rehearsed.step, rehearsed.time
+    step = rehearsed.step
+    time = rehearsed.time
     whole = time.whole
     return {
         "rank": step.rank,
@@ -120,7 +121,8 @@ def print_tables(found: Sequence[Rehearsed]) -> None:
         for table in tables(rehearsed):
             table.box = box.SIMPLE_HEAD if console.is_terminal else None
             table.pad_edge = False
-            title, table.title = table.title, None
+            title = table.title
+            table.title = None
             console.print(f"\n{title}", highlight=False, markup=False)
             console.print(table)
     console.print(f"\n{NOT_SEEN}", highlight=False)
@@ -221,7 +223,8 @@ def _kernels(rehearsed: Rehearsed) -> Table:
         "of roofline",
     )  # fmt: skip
     for kernel in rehearsed.kernels:
-        compiled, grid = kernel.compiled, " x ".join(map(str, kernel.grid))
+        compiled = kernel.compiled
+        grid = " x ".join(map(str, kernel.grid))
         numbers = (kernel.launches, compiled.registers, compiled.spilled, compiled.shared, kernel.time.warps)
         times = f"{1e3 * kernel.time.seconds:.3f}", f"{kernel.time.share:.0%}"
         table.add_row(kernel.name, grid, *map(str, numbers), kernel.time.bound, *times)

@@ -107,7 +107,8 @@ def _made(name: str, place: str, parameters: Any) -> Any:
         made = type(name, (does,), {"real": real})
         made.__signature__ = real  # type: ignore[attr-defined]
         return made
-    stand_in.__name__, stand_in.__signature__ = name, real  # type: ignore[attr-defined]
+    stand_in.__name__ = name
+    stand_in.__signature__ = real  # type: ignore[attr-defined]
     return stand_in
 
 

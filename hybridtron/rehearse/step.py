@@ -77,8 +77,10 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
     data = data_parallel(parallel, world)
     micro_batches = phase.settings.global_batch // (phase.settings.micro_batch * data * phase.chunks_together)
     unit = parallel.pipeline * (phase.states.chunks // phase.chunks_together)
-    few, many = min(unit, micro_batches), min(2 * unit, micro_batches)
-    census, launches = Census(), Launches()
+    few = min(unit, micro_batches)
+    many = min(2 * unit, micro_batches)
+    census = Census()
+    launches = Launches()
     sent = collectives.begin(census)
     with counting(census, launches):
         place = groups.start(parallel, launch=ProcessLaunch(rank, world), fake=True)
@@ -126,7 +128,10 @@ class _Steps:
     """Steps of the phase, each counted."""
 
     def __init__(self, phase: ResolvedPhase, engine: Engine, census: Census, sent: list[Sent]) -> None:
-        self.phase, self.engine, self.census, self.sent = phase, engine, census, sent
+        self.phase = phase
+        self.engine = engine
+        self.census = census
+        self.sent = sent
 
     def take(self, micro_batches: int) -> tuple[CountedPart, CountedPart]:
         """The passes and the update of a step; where states are carried, of one that starts from states."""
@@ -148,15 +153,20 @@ class _Steps:
         return 2 * held * (lanes - len(carrier.lanes)) // len(carrier.lanes)
 
     def _counted(self, part: str, run: Callable[[], object]) -> CountedPart:
-        census, sent = self.census, self.sent
-        first, waits, calls, copies = len(census.operations), len(census.waits), len(sent), len(census.copies)
+        census = self.census
+        sent = self.sent
+        first = len(census.operations)
+        waits = len(census.waits)
+        calls = len(sent)
+        copies = len(census.copies)
         census.part = part
         run()
         return CountedPart(first, census.operations[first:], census.waits[waits:], sent[calls:], census.copies[copies:])
 
     def _batch(self) -> Batch:
         """As the loader makes it, of no values; where ranks share rows, of the rank's own tokens."""
-        rows, whole = self.phase.settings.micro_batch, self.phase.settings.seq_len * self.phase.chunks_together
+        rows = self.phase.settings.micro_batch
+        whole = self.phase.settings.seq_len * self.phase.chunks_together
         context = self.engine.groups.context
         length = whole // context.size
         zeros_BL = partial(torch.zeros, rows, length, device="cuda")
@@ -177,6 +187,7 @@ class _Steps:
             _spans=[[(0, length)] for _ in range(rows)],
         )
         carried = self.phase.states.mode is StateMode.tbtt
-        tokens_BL, labels_BL = zeros_BL(dtype=torch.int64), zeros_BL(dtype=torch.int64)
+        tokens_BL = zeros_BL(dtype=torch.int64)
+        labels_BL = zeros_BL(dtype=torch.int64)
         mask_BL = torch.ones(rows, length, dtype=torch.bool, device="cuda")
         return Batch(tokens_BL, labels_BL, mask_BL, seq, continues_B if carried else None)

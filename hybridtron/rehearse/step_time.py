@@ -124,7 +124,8 @@ def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual:
     micro_batch = PartTime().plus(many, share).plus(few, -share) if more else PartTime().plus(many, 1 / step.many)
     once = PartTime().plus(many).plus(micro_batch, -step.many).plus(update)
     if micro_batch.waits < 0:  # where only a run's first step waits, which was that of few
-        micro_batch.waits, once.waits = 0.0, many.waits + update.waits
+        micro_batch.waits = 0.0
+        once.waits = many.waits + update.waits
     return StepTime(once, micro_batch, step.micro_batches, (step.place.pipeline_size - 1) / virtual)
 
 
@@ -168,7 +169,8 @@ def exposed_seconds(call: Sent, until: Sequence[float], first: int, gpu: GPU) ->
 
 def copies_seconds(copies: Sequence[Sent], until: Sequence[float], first: int, gpu: GPU) -> float:
     """How long what is computed waits for copies between device and host: one after the other, in each direction."""
-    waited, ends = 0.0, {TO_HOST: 0.0, FROM_HOST: 0.0}
+    waited = 0.0
+    ends = {TO_HOST: 0.0, FROM_HOST: 0.0}
     for copy in copies:
         asked, needed = (until[min(max(0, index - first), len(until) - 1)] for index in (copy.asked, copy.waited))
         ends[copy.kind] = max(ends[copy.kind], asked + waited) + copy.bytes / gpu.host

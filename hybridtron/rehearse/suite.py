@@ -172,8 +172,10 @@ def missing(
 
     Cases that are refused are recorded here.
     """
-    shown, digest = records.read(), code_digest()
-    never, older = [], []
+    shown = records.read()
+    digest = code_digest()
+    never = []
+    older = []
     for case in cases:
         if (refused := shown.get((case.recipe, case.layout, None))) and (keeps or refused["code"] == digest):
             continue

@@ -54,7 +54,8 @@ class Copying(TokenTask):
             tokens += [START, *letters, MIDDLE, *letters, END]
             mask += [0] * (len(letters) + 2) + [int(is_complete)] * (len(letters) + 1)
             strings.append(spelled(letters))
-        tokens, mask = tokens[:length], mask[:length]
+        tokens = tokens[:length]
+        mask = mask[:length]
         first = mask.index(1)
         return Sample(
             self.name,

@@ -21,9 +21,11 @@ def most_units(size: Callable[[int], int], length: int, fewest: int, step: int) 
     n is doubled until a sample is too long, then bisected. `size(units)` returns the sample's length in tokens; if it
     can't generate a sample with that number of units, it may return any number above `length`.
     """
-    fits, too_many = 0, 1
+    fits = 0
+    too_many = 1
     while fewest + too_many * step <= length and size(fewest + too_many * step) <= length:
-        fits, too_many = too_many, 2 * too_many
+        fits = too_many
+        too_many = 2 * too_many
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         units = fewest + middle * step

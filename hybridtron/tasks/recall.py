@@ -25,10 +25,14 @@ from random import Random
 
 from hybridtron.tasks.base import Sample, TaskError, TextTokens, TokenTask
 
-BOS, EOS, PADDING, SEPARATOR = 1, 2, 3, 4
+BOS = 1
+EOS = 2
+PADDING = 3
+SEPARATOR = 4
 VOCABULARY = 100
 SYMBOLS = 16  # number of different tokens of each level, and of values
-FIRST_VALUE, FIRST_KEY = 10, 26
+FIRST_VALUE = 10
+FIRST_KEY = 26
 MOST_LEVELS = 4  # the maximum for a vocabulary of 100
 Table = dict[tuple[int, ...], int]
 

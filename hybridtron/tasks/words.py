@@ -14,7 +14,9 @@ from random import Random
 from hybridtron.tasks.base import TaskError
 
 KINDS = ("noun", "adjective", "verb")
-SHORTEST, LONGEST = 8, 25  # words of a sentence
+# words of a sentence
+SHORTEST = 8
+LONGEST = 25
 CLAUSES = (  # n: noun, a: adjective, v: verb
     "the {a} {n} near the {n} will {v} before the {n} can {v}",
     "a {n} that seems {a} may still {v} without any {n}",

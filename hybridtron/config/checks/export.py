@@ -23,7 +23,8 @@ def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """
     fault = transformers_fault() if any(phase.settings.export is not None for phase in phases) else None
     for phase in phases:
-        name, export = phase.settings.name, phase.settings.export
+        name = phase.settings.name
+        export = phase.settings.export
         if export is None:
             continue
         if not _NAME.fullmatch(name):

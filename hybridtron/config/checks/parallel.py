@@ -84,7 +84,9 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
 
     With sequence parallelism they must also divide the tokens of a row evenly.
     """
-    model, parallel, seq_len = phase.model, phase.config.parallel, phase.settings.seq_len
+    model = phase.model
+    parallel = phase.config.parallel
+    seq_len = phase.settings.seq_len
     tensor = parallel.tensor
     if tensor == 1 or phase.arch is None:
         return
@@ -101,7 +103,8 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
 
 def _context(phase: ResolvedPhase) -> Iterator[Problem]:
     """Check that every layer supports context parallelism and the ranks divide each row evenly."""
-    context, length = phase.config.parallel.context, phase.settings.seq_len
+    context = phase.config.parallel.context
+    length = phase.settings.seq_len
     if context == 1 or phase.arch is None:
         return
     yield from unshareable(phase.arch, context)
@@ -120,7 +123,8 @@ def _context(phase: ResolvedPhase) -> Iterator[Problem]:
             f"is {context}, but {phase.own_key('states')} runs {phase.chunks_together} chunks of a row in one pass: "
             "use 1, or rows as long as those chunks together",
         )
-    kinds, sizes = phase.carried_kinds, phase.arch.sizes
+    kinds = phase.carried_kinds
+    sizes = phase.arch.sizes
     for letter, spec in phase.arch.by_letter.items():
         grown = [n for n, part in spec.state_parts(sizes).items() if part.kind in kinds and None in part.shape]
         if grown:
@@ -180,7 +184,8 @@ def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> I
 
     With virtual stages, their number must be a multiple of the pipeline's size.
     """
-    parallel, micro = phase.config.parallel, phase.settings.micro_batch
+    parallel = phase.config.parallel
+    micro = phase.settings.micro_batch
     chunks = phase.states.chunks  # consecutive chunks of a lane count as rows of the batch
     if min(rows, micro, chunks) < 1 or rows % (micro * chunks):
         return  # reported by the phase's own rules

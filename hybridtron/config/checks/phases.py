@@ -83,7 +83,8 @@ def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
 
     A lane that joined later would have no state to continue from.
     """
-    phase, ramp = resolved.settings, resolved.settings.ramp
+    phase = resolved.settings
+    ramp = resolved.settings.ramp
     if ramp is None or min(ramp.start, ramp.step) < 1:
         return
     if ramp.start >= phase.global_batch or (phase.global_batch - ramp.start) % ramp.step:
@@ -125,7 +126,8 @@ def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Proble
         yield Problem(f"{where}.layers.{letter}", f"{message}; it has {', '.join(known)}")
     if unknown or phase.before is None or phase.before.arch is None or phase.arch is None:
         return
-    before, after = _weights(phase.before.model), _weights(phase.model)
+    before = _weights(phase.before.model)
+    after = _weights(phase.model)
     if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         cure = "a phase may change windows, RoPE bases and what else leaves the weights as they are"
         yield Problem(f"{where}.layers", f"changes the weight {changed[0]} of phases.{phase.before.index}: {cure}")
@@ -168,7 +170,8 @@ def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
 def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """Check that hold, warm-up and decay fit into each learning-rate schedule."""
     for phase in phases:
-        optim, shape = phase.optim, SHAPES.get(phase.optim.schedule)
+        optim = phase.optim
+        shape = SHAPES.get(phase.optim.schedule)
         if shape is None:
             continue  # reported by the rules of `optim`
         if phase.settings.lr_piece is LrPiece.decay and not shape.falls:

@@ -28,7 +28,8 @@ _REACH = 1024  # how far from an option's value a fitting one is searched
 
 def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     """List everything that prevents a phase from running in its precision."""
-    config, precision = phase.config, phase.precision
+    config = phase.config
+    precision = phase.precision
     yield from _moments(config)
     if precision.name not in FP8_MULTIPLES or min(precision.bf16_first, precision.bf16_last) < 0:
         return
@@ -73,7 +74,8 @@ def _moments(config: Config) -> Iterator[Problem]:
 
 def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
     """Check that at least one sub-layer multiplies in FP8."""
-    precision, count = config.precision, len(arch.specs)
+    precision = config.precision
+    count = len(arch.specs)
     if not fp8_layers(config):
         exceptions = f"precision.bf16_first={precision.bf16_first} and bf16_last={precision.bf16_last}"
         cure = f"use less than {count} together, or precision=bf16"
@@ -84,7 +86,9 @@ def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
 
 def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
     """Check that FP8 can use each forward pass's number of tokens, also at other evaluation lengths."""
-    name, multiple, settings = phase.precision.name, FP8_MULTIPLES[phase.precision.name], phase.settings
+    name = phase.precision.name
+    multiple = FP8_MULTIPLES[phase.precision.name]
+    settings = phase.settings
     if min(settings.seq_len, settings.micro_batch) < 1:
         return  # reported by the phase's own rules
     for times in (1, *(times for times in phase.config.run.eval_lengths if times > 0)):
@@ -123,7 +127,9 @@ def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weigh
 
     The message offers values for the option that sets this side, if there is one.
     """
-    name, multiple, tensor = config.precision.name, FP8_MULTIPLES[config.precision.name], config.parallel.tensor
+    name = config.precision.name
+    multiple = FP8_MULTIPLES[config.precision.name]
+    tensor = config.parallel.tensor
     needed = f"{name} needs multiples of {multiple} on each rank"
     ranks = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
     if spec.width_option is None:

@@ -64,7 +64,8 @@ def _order(phase: ResolvedPhase) -> Iterator[Problem]:
 
 def _carried(phase: ResolvedPhase) -> Iterator[Problem]:
     """Check that the mode can carry these kinds of states and the chosen sub-layers have them."""
-    states, kinds = phase.states, phase.carried_kinds
+    states = phase.states
+    kinds = phase.carried_kinds
     if states.mode in NOISE and kinds != [StateKind.ssm]:
         yield Problem("states.carry", f"is {kinds}, but mode={states.mode} draws recurrent states: use [ssm]")
     if states.mode is StateMode.passing and StateKind.kv in kinds:

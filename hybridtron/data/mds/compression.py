@@ -105,13 +105,15 @@ def _stated_by_zstd(data: bytes) -> int:
     if data[:4] != _ZSTD_MAGIC or len(data) < 6:
         raise ValueError("can't be decompressed: it does not start as zstd does")
     described = data[4]
-    alone, place = described >> 5 & 1, 5
+    alone = described >> 5 & 1
+    place = 5
     place += (not alone) + (0, 1, 2, 4)[described & 3]  # window descriptor and dictionary id
     width = (alone, 2, 4, 8)[described >> 6]
     if not width:
         raise ValueError("can't be decompressed: it does not say how much it makes")
     stated = int.from_bytes(data[place : place + width], "little") + 256 * (width == 2)
-    place, last = place + width, False
+    place = place + width
+    last = False
     while not last:
         block = int.from_bytes(data[place : place + 3], "little")
         last = bool(block & 1) or place >= len(data)

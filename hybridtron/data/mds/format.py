@@ -25,7 +25,9 @@ from hybridtron.data.manifest import DataShard
 
 WORD = 4  # bytes of a count, an offset or a sample's size
 VERSION = 2
-TOKENS, MASK = "tokens", "mask"  # the columns of our own folders
+# the columns of our own folders
+TOKENS = "tokens"
+MASK = "mask"
 
 
 def encoded(*columns: np.ndarray) -> bytes:
@@ -96,7 +98,8 @@ def read_offsets(data: bytes | mmap, shard: DataShard) -> np.ndarray:
 
 def wrong_samples(offsets: np.ndarray, lengths: np.ndarray, itemsize: int, size: int, masked: bool) -> np.ndarray:
     """Return indexes of samples with a size that does not fit their document's length, or a place outside the shard."""
-    begins, ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64)
+    begins = offsets[:-1].astype(np.int64)
+    ends = offsets[1:].astype(np.int64)
     tokens = lengths.astype(np.int64)
     around = WORD + 1 + np.select([tokens < 2**8, tokens < 2**16], [1, 2], 4)  # header bytes of a column
     needed = around + tokens * itemsize + masked * (around + tokens)

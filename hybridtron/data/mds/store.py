@@ -54,7 +54,9 @@ class DocumentStore:
 
     def __init__(self, folder: TokenFolder, split: str, source: str, cache: CacheOptions) -> None:
         manifest = folder.manifest
-        self.folder, self.split, self.source = folder, split, source
+        self.folder = folder
+        self.split = split
+        self.source = source
         self._shards = manifest.splits[split][source].shards
         self._where = f"{split}/{source}"
         place = folder.remote or str(folder.path.resolve())
@@ -158,7 +160,8 @@ class DocumentStore:
             path, data = self._acquire(shard)
         except DataError as error:
             raise DataError(f"{error} (wanted for document {document})") from error
-        end, documents = self._ends[shard], self._shards[shard].documents
+        end = self._ends[shard]
+        documents = self._shards[shard].documents
         lengths = np.asarray(self.lengths[end - documents : end])
         try:
             offsets = read_offsets(data, self._shards[shard])

@@ -146,7 +146,8 @@ def faults_of(root: Path, task: ShardTask) -> Iterator[str]:
 
 def _content(file: Path, task: ShardTask) -> bytes:
     """Return a shard's decompressed bytes; raise Damaged if a size or digest is wrong."""
-    shard, compression = task.shard, task.manifest.compression
+    shard = task.shard
+    compression = task.manifest.compression
     if compression is not None:
         data = unpacked_shard(compression, shard, task.packed_digest, file)
     elif len(data := read_regular(file, shard.size)) != shard.size:

@@ -38,7 +38,9 @@ class ShardWriter:
         masked: bool = False,
     ) -> None:
         (folder / part).mkdir(parents=True, exist_ok=True)
-        self.folder, self.compression, self.part = folder, compression, part
+        self.folder = folder
+        self.compression = compression
+        self.part = part
         self.entries: list[dict[str, Any]] = []
         self.lengths: list[int] = []
         self.learned: list[int] | None = [] if masked else None  # number of learned tokens of each document
@@ -85,7 +87,8 @@ class ShardWriter:
         entry["zip_data"] = _described(name, stored) if self.compression is not None else None
         (self.folder / name).write_bytes(stored)
         self.entries.append(entry)
-        self._samples, self._taken = [], 0
+        self._samples = []
+        self._taken = 0
 
 
 def index_text(entries: list[dict[str, Any]]) -> bytes:

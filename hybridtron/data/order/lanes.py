@@ -67,7 +67,8 @@ class Lanes:
         self._round_tokens = int(min(shuffle_tokens, sum(stream.tokens_per_epoch for stream in streams)))
         if self._round_tokens < 1:
             raise ValueError(f"shuffle_tokens={shuffle_tokens}: a round of documents needs at least 1")
-        self._seed, self._joined = seed, joined
+        self._seed = seed
+        self._joined = joined
         self._ends = [np.zeros(lanes, dtype=np.int64)]  # [m]: the end of each lane before round m
         self._round = lru_cache(maxsize=2)(self._interleaved)
         self._dealt = lru_cache(maxsize=2)(self._cut)
@@ -86,7 +87,8 @@ class Lanes:
             new_spans = cut(documents, borders[1:], offset, num_taken)
             first = int(borders.searchsorted(offset, side="right")) - 1
             spans += zip(sources[first : first + len(new_spans)].tolist(), new_spans, strict=True)
-            position, count = position + num_taken, count - num_taken
+            position = position + num_taken
+            count = count - num_taken
         return RowSpans(spans, step * self._seq_len if self._joined else spans[0][1].first)
 
     def _round_at(self, lane: int, position: int) -> int:
@@ -101,7 +103,8 @@ class Lanes:
     def _taken(self, lane: int, number: int) -> _Documents:
         """Copy a lane's part from a round, so that the full round can be freed."""
         firsts, lasts = self._dealt(number)
-        first, last = int(firsts[lane]), int(lasts[lane])
+        first = int(firsts[lane])
+        last = int(lasts[lane])
         sources, documents, borders = self._round(number)
         return _Documents(
             sources[first:last].copy(), documents[first:last].copy(), borders[first : last + 1] - borders[first]
@@ -127,7 +130,10 @@ class Lanes:
 
     def _interleaved(self, number: int) -> _Documents:
         """Return a round's documents from all sources, interleaved evenly."""
-        sources, numbers, lengths, places = [], [], [], []
+        sources = []
+        numbers = []
+        lengths = []
+        places = []
         for source, (stream, share) in enumerate(zip(self._streams, self._shares, strict=True)):
             begin, end = (stream.border(share * m * self._round_tokens >> GRID_BITS) for m in (number, number + 1))
             chosen, tokens = stream.documents(begin, end)

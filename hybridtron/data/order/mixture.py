@@ -79,7 +79,9 @@ class Mixture:
     def _count(self, source: int, rows: int) -> int:
         """Return how many rows before `rows`, a block boundary, belong to a source."""
         begin, end = self._borders[source : source + 2]
-        rows, half = int(rows), 1 << GRID_BITS - 1  # int, because numpy's integers would overflow here
+        # int, because numpy's integers would overflow here
+        rows = int(rows)
+        half = 1 << GRID_BITS - 1
         return (end * rows + half >> GRID_BITS) - (begin * rows + half >> GRID_BITS)
 
     def _laid_out(self, block: int) -> _Block:

@@ -73,7 +73,8 @@ class PhaseOrder:
 
 def rows_in_order(sources: Sources, order: PhaseOrder) -> MixedWindows | Lanes:
     """Build the row order. Its method `row(lane, step)` returns the spans that the lane reads."""
-    shuffle, seed = order.shuffle_tokens, order.seed
+    shuffle = order.shuffle_tokens
+    seed = order.seed
     stream_seeds = [seed_of(seed, name) for name in sources.names]  # sources must not be shuffled alike
     streams = [
         DocumentStream(store, shuffle, stream_seed)

@@ -98,7 +98,8 @@ class DocumentStream:
             documents, ends, offset = self._block_at(start)
             spans += cut(documents, ends, offset, count)
             num_taken = min(count, int(ends[-1]) - offset)
-            start, count = start + num_taken, count - num_taken
+            start = start + num_taken
+            count = count - num_taken
         return spans
 
     def border(self, position: int) -> int:
@@ -108,7 +109,8 @@ class DocumentStream:
 
     def documents(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers and lengths of the documents between two document boundaries, both int64."""
-        numbers, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        numbers = [np.empty(0, np.int64)]
+        lengths = [np.empty(0, np.int64)]
         while start < end:
             documents, ends, offset = self._block_at(start)
             stop = min(offset + end - start, int(ends[-1]))
@@ -136,7 +138,8 @@ class DocumentStream:
         if self._seed is not None:
             shards = shards[permutation(len(shards), self._seed, "shards", epoch)]
         ends = np.cumsum(self._shard_tokens[shards])
-        cuts, starts = [0], [0]
+        cuts = [0]
+        starts = [0]
         while cuts[-1] < len(shards):
             last = min(int(ends.searchsorted(starts[-1] + self._shuffle_tokens)), len(shards) - 1)
             cuts.append(last + 1)
@@ -153,7 +156,8 @@ class DocumentStream:
         lengths = np.concatenate([self._lengths[first:end] for first, end in runs])
         if self._seed is not None:
             order = permutation(len(documents), self._seed, "documents", epoch, number)
-            documents, lengths = documents[order], lengths[order]
+            documents = documents[order]
+            lengths = lengths[order]
         ends = np.cumsum(lengths, dtype=np.int64)
         tokens = int(starts[number + 1] - starts[number])
         if ends[-1] != tokens:

@@ -74,7 +74,9 @@ class MixedWindows:
     """
 
     def __init__(self, windows: Sequence[ShuffledWindows], mixture: Mixture, growth: Growth) -> None:
-        self._windows, self._mixture, self._growth = windows, mixture, growth
+        self._windows = windows
+        self._mixture = mixture
+        self._growth = growth
 
     def row(self, lane: int, step: int) -> RowSpans:
         """Return the spans that a lane reads in a step."""

@@ -217,13 +217,15 @@ def listed(names: Sequence[object]) -> str:
 
 def in_runs(items: Iterable[Item], size_of: Callable[[Item], int], enough: int, most: int) -> Iterator[list[Item]]:
     """Yield consecutive items in groups. A group ends when its size reaches `enough`, or its number of items `most`."""
-    run, size = list[Item](), 0
+    run = list[Item]()
+    size = 0
     for item in items:
         run.append(item)
         size += size_of(item)
         if size >= enough or len(run) == most:
             yield run
-            run, size = [], 0
+            run = []
+            size = 0
     if run:
         yield run
 

@@ -59,7 +59,8 @@ def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[D
     file, index = one.files
     lengths, pointers, borders, dtype = _megatron_index(index)
     tokens = _mapped(file, dtype, 0)
-    firsts, ends = pointers // dtype.itemsize, pointers // dtype.itemsize + lengths
+    firsts = pointers // dtype.itemsize
+    ends = pointers // dtype.itemsize + lengths
     if len(ends) and ends.max() > len(tokens):
         raise InputError(f"{file} is truncated: its index expects {ends.max()} tokens, it has {len(tokens)}")
     for number, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
@@ -220,7 +221,8 @@ def _mds_bytes(entry: dict[str, Any], file: Path) -> bytes:
             data = unpacked(entry["compression"], data, raw["bytes"])
             fault = _mds_fault(data, raw) and f"decompressed it {_mds_fault(data, raw)}"
     except (ValueError, TypeError, KeyError, Unreadable) as error:
-        data, fault = b"", str(error)
+        data = b""
+        fault = str(error)
     except ImportError as error:
         raise InputError(f"{file} {error}") from error
     if fault:

@@ -118,7 +118,8 @@ def _named_source(meta: object, reading: InputOptions) -> str:
 def read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """Yield a document for each row. Bad rows are counted and skipped."""
     (file,) = one.files
-    arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
+    arrow = _pyarrow("pyarrow")
+    parquet = _pyarrow("pyarrow.parquet")
     try:
         table = parquet.ParquetFile(file, page_checksum_verification=True)
     except arrow.ArrowException as error:

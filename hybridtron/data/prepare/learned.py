@@ -51,7 +51,8 @@ def by_spans(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learne
 
 def by_completion(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
     """Return a prompt and its completion as one text. The completion is learned; the prompt may be empty."""
-    prompt, completion = text_of(record, "prompt"), text_of(record, "completion")
+    prompt = text_of(record, "prompt")
+    completion = text_of(record, "completion")
     if not completion:
         raise ValueError(f"{NOTHING}: 'completion' is empty")
     return prompt + completion, Learned(((len(prompt), len(prompt) + len(completion)),), apart=True)

@@ -132,7 +132,8 @@ def _is_kept(
         return False
     short = settings.min_tokens is not None and len(tokens) + 1 < settings.min_tokens
     long = settings.max_tokens is not None and len(tokens) + 1 > settings.max_tokens
-    tally.short, tally.long = tally.short + short, tally.long + long
+    tally.short = tally.short + short
+    tally.long = tally.long + long
     return not (short or long)
 
 
@@ -143,9 +144,12 @@ def record_file(job: PrepareJob, number: int) -> Path:
 
 def _write_record(job: PrepareJob, number: int, finished: Finished) -> None:
     """Flush a part's shards to disk, then write the record that declares them finished."""
-    root, arrays, entries = job.work / TOKENS, {}, {}
+    root = job.work / TOKENS
+    arrays: dict[str, Any] = {}
+    entries = {}
     for where, record in finished.records.items():
-        entries[where], arrays[where] = record.entries, record.lengths
+        entries[where] = record.entries
+        arrays[where] = record.lengths
         if record.learned is not None:
             arrays[f"learned/{where}"] = record.learned
         for file in (root / where / part_name(number)).iterdir():

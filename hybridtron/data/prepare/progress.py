@@ -46,7 +46,8 @@ class PrepareProgress:
     def advance(self, size: int, tokens: int) -> None:
         """Count `size` more bytes read, and `tokens` more tokens written."""
         self.tokens += tokens
-        now, task = time.monotonic(), self.bar.tasks[self._task]
+        now = time.monotonic()
+        task = self.bar.tasks[self._task]
         rate = f"{self.tokens:,} tokens, {self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
         self.bar.update(self._task, advance=size, rate=rate)
         if not self.console.is_terminal and now - self.reported > EVERY:

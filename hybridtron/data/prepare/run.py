@@ -47,7 +47,8 @@ from hybridtron.storage.durable import put, temporary_of
 DEFAULTS = FolderSettings()
 LATER = ("learn", "min_tokens", "max_tokens")
 Origin = Mapping[str, str | int | float]
-SMALLEST_SHARD, LARGEST_SHARD = 2**10, 2**32 - 2**12
+SMALLEST_SHARD = 2**10
+LARGEST_SHARD = 2**32 - 2**12
 
 
 def prepare(
@@ -114,7 +115,8 @@ def _check(settings: FolderSettings, workers: int) -> None:
     if settings.compression is not None and settings.compression not in known:
         raise ArgumentError(f"--compression is {settings.compression}; none, zstd and zstd:1 to zstd:22 are known")
 
-    min_tokens, max_tokens = settings.min_tokens, settings.max_tokens
+    min_tokens = settings.min_tokens
+    max_tokens = settings.max_tokens
     for option, limit in (("--min-tokens", min_tokens), ("--max-tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise ArgumentError(f"{option} is {limit}, must be at least 1")

@@ -49,7 +49,8 @@ def masked(text: str, learned: Learned, vocabulary: Vocabulary) -> tuple[np.ndar
     for first, end in learned.spans:
         characters[first:end] = True
     borders = sorted({0, len(text), *(chain(*learned.spans) if learned.apart else ())})
-    tokens, mask = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+    tokens = [np.empty(0, np.int64)]
+    mask = [np.empty(0, np.bool_)]
     for first, end in pairwise(borders):
         for piece in cut(text[first:end]):
             encoding = tokenizer.encode(piece, add_special_tokens=False)

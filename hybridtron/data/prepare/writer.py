@@ -61,9 +61,12 @@ class PartWriter:
         compression: str | None = None,
         masked: bool = False,
     ) -> None:
-        self.folder, self.part, self.masked = folder, part, masked
+        self.folder = folder
+        self.part = part
+        self.masked = masked
         self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
-        self.shard_size, self.compression = shard_size, compression
+        self.shard_size = shard_size
+        self.compression = compression
         self._writers: dict[str, ShardWriter] = {}
 
     def write(self, where: str, tokens: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:
@@ -210,7 +213,8 @@ def _write_source(folder: Path, parts: Sequence[PartRecord]) -> SourceSplit:
 
 
 def _shard(entry: dict[str, Any], tokens: int, learned: int | None) -> DataShard:
-    raw, packed = entry["raw_data"], entry["zip_data"]
+    raw = entry["raw_data"]
+    packed = entry["zip_data"]
     return DataShard(
         file=raw["basename"],
         documents=entry["samples"],

@@ -31,7 +31,9 @@ BLOCK = 256
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def blocked(inputs: AttentionInputs) -> Tensor:
     """Run torch's own attention block by block, each block with its part of the mask."""
-    q_BLHK, keys, window = inputs.q_BLHK, with_memory(inputs), inputs.window
+    q_BLHK = inputs.q_BLHK
+    keys = with_memory(inputs)
+    window = inputs.window
     window = None if window is None or window >= keys.keys_BSGK.shape[1] else window
     if window is None and keys.documents_BS is None:
         return attend_to_rows(inputs)
@@ -64,7 +66,9 @@ class BlockMasks:
     """Additive masks of blocks over their spans of keys. Without documents, blocks of equal shape share a mask."""
 
     def __init__(self, keys: AttentionKeys, window: int | None, dtype: torch.dtype) -> None:
-        self.keys, self.window, self.dtype = keys, window, dtype
+        self.keys = keys
+        self.window = window
+        self.dtype = dtype
         self.made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, queries: int, start: int, stop: int) -> Tensor:
@@ -92,7 +96,8 @@ class _SharedSlices(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.spans = x.shape, spans
+        ctx.shape = x.shape
+        ctx.spans = spans
         return _slices(x, spans)
 
     @staticmethod

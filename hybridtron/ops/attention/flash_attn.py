@@ -39,7 +39,8 @@ class FlashVersion:
         return f"for compute capability {' and '.join(f'{first}.x' for first in self.made_for)}"
 
     def unsupported_reason(self, inputs: AttentionInputs) -> str | None:
-        dtype, channels = inputs.q_BLHK.dtype, inputs.q_BLHK.shape[-1]
+        dtype = inputs.q_BLHK.dtype
+        channels = inputs.q_BLHK.shape[-1]
         if dtype not in (torch.float16, torch.bfloat16):
             return f"takes fp16 and bf16, not {dtype}"
         if channels > self.longest or channels % self.step:

@@ -40,14 +40,16 @@ def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor
 
 def block_mask(seen: SeenKeys, total: int) -> BlockMask:
     """Build the block mask: tiles seen in part, which need a mask, and tiles that all their queries see in full."""
-    length, device = len(seen.last_L), seen.last_L.device
+    length = len(seen.last_L)
+    device = seen.last_L.device
     begins_T = torch.arange(0, length, TILE, device=device)
     ends_T = (begins_T + TILE - 1).clamp(max=length - 1)
     tile_U = torch.arange(-(-total // TILE), device=device)
     some_BTU = (tile_U >= seen.first_BL[:, begins_T, None] // TILE) & (tile_U <= seen.last_L[ends_T, None] // TILE)
     whole_BTU = tile_U >= -(-seen.first_BL[:, ends_T, None] // TILE)
     whole_BTU &= tile_U < (seen.last_L[begins_T, None] + 1) // TILE
-    masked_BHTU, whole_BHTU = (some_BTU & ~whole_BTU)[:, None], whole_BTU[:, None]
+    masked_BHTU = (some_BTU & ~whole_BTU)[:, None]
+    whole_BHTU = whole_BTU[:, None]
     return mask_of_tiles(mask_of(seen), (length, total), masked_BHTU, whole_BHTU)
 
 

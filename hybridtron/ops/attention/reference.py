@@ -106,7 +106,8 @@ def seen_keys(inputs: AttentionInputs) -> SeenKeys:
 
 def attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with a dense mask, and the softmax in at least fp32."""
-    q_BLHK, keys = inputs.q_BLHK, with_memory(inputs)
+    q_BLHK = inputs.q_BLHK
+    keys = with_memory(inputs)
     visible = visible_keys(keys, 0, keys.keys_BSGK.shape[1], q_BLHK.shape[1], inputs.window)
     share = q_BLHK.shape[2] // inputs.k_BLGK.shape[2]
     k_BSHK, v_BSHK = (at_least_fp32(x).repeat_interleave(share, dim=2) for x in (keys.keys_BSGK, keys.values_BSGK))

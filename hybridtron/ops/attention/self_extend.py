@@ -38,18 +38,24 @@ class Places(NamedTuple):
 @untraced
 def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions) -> Tensor:
     """Attend to near keys at their own positions, and to far keys at positions shared by groups."""
-    keys, (_, length, _, head_dim) = with_memory(inputs), inputs.q_BLHK.shape
-    total, own_BL = keys.keys_BSGK.shape[1], places.positions_BL
+    keys = with_memory(inputs)
+    (_, length, _, head_dim) = inputs.q_BLHK.shape
+    total = keys.keys_BSGK.shape[1]
+    own_BL = places.positions_BL
     back_M = torch.arange(total - length, 0, -1, device=own_BL.device)
     positions_BS = torch.cat((own_BL[:, :1] - back_M, own_BL), dim=1)  # remembered tokens come just before the row
     begin = by.neighbours - by.neighbours // by.group
     far_q = _turned(inputs.q_BLHK, own_BL // by.group + begin - own_BL, places)
     far_k = _turned(keys.keys_BSGK, positions_BS // by.group - positions_BS, places)
-    values_BSGK, found = at_least_fp32(keys.values_BSGK), []
+    values_BSGK = at_least_fp32(keys.values_BSGK)
+    found = []
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        first, last = total - length + start, total - length + stop  # the block among the keys
-        near, far = slice(max(0, first - by.neighbours + 1), last), slice(0, max(0, last - by.neighbours))
+        # the block among the keys
+        first = total - length + start
+        last = total - length + stop
+        near = slice(max(0, first - by.neighbours + 1), last)
+        far = slice(0, max(0, last - by.neighbours))
         is_near, is_far = _seen(keys, first, last, by.neighbours)
         of_near = _scores(inputs.q_BLHK[:, start:stop], keys.keys_BSGK[:, near], is_near[..., near])
         of_far = _scores(far_q[:, start:stop], far_k[:, far], is_far[..., far])
@@ -63,7 +69,8 @@ def _seen(keys: AttentionKeys, first: int, last: int, neighbours: int) -> tuple[
     """Return two masks (1 or B, Q, S): near and far keys before `last` that each query from `first` on sees."""
     places_S = torch.arange(last, device=keys.keys_BSGK.device)
     distance_QS = places_S[first:, None] - places_S
-    near, far = (distance_QS >= 0) & (distance_QS < neighbours), distance_QS >= neighbours
+    near = (distance_QS >= 0) & (distance_QS < neighbours)
+    far = distance_QS >= neighbours
     if keys.documents_BS is None:
         return near[None], far[None]
     same_BQS = keys.documents_BS[:, first:last, None] == keys.documents_BS[:, None, :last]

@@ -65,7 +65,8 @@ class _FusedConv(torch.autograd.Function):
         x_BLC, weight_CW, bias_C, tail_BTC, documents_BS = ctx.saved_tensors
         weight_WC = weight_CW.t().to(wide_type(x_BLC)).contiguous()
         width = len(weight_WC)
-        grad_weight_WC, grad_bias_C = torch.zeros_like(weight_WC), torch.zeros_like(weight_WC[0])
+        grad_weight_WC = torch.zeros_like(weight_WC)
+        grad_bias_C = torch.zeros_like(weight_WC[0])
         grad_x_BSC = weight_WC.new_zeros(len(x_BLC), x_BLC.shape[1] + width - 1, x_BLC.shape[2])
         for tokens, x_BRC, documents_BR in _chunks(x_BLC, tail_BTC, documents_BS, width):
             grad_BKC = grad_y_BLC[:, tokens].to(weight_WC.dtype)

@@ -57,7 +57,8 @@ class _NativeConv(torch.autograd.Function):
         saved = (readable(x_BLC), weight_WC, bias, tail_BTC, starts_BL)
         ctx.save_for_backward(*saved)
         ctx.activation = activation
-        y_BLC, task = like(x_BLC), _task(activation, *saved)
+        y_BLC = like(x_BLC)
+        task = _task(activation, *saved)
         computed = y_BLC if y_BLC.dtype in (wide, torch.bfloat16) else y_BLC.to(wide)
         task.y = Tokens.of(computed)
         call(f"convolution_forward_{scalar(wide)}", task, threads(x_BLC.numel() / WORTH))
@@ -68,8 +69,10 @@ class _NativeConv(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Any, ...] = ctx.saved_tensors
         x_BLC, weight_WC, _, tail_BTC, _ = saved
-        task, grad_y_BLC = _task(ctx.activation, *saved), readable(grads[0])
-        grad_x_BLC, grad_tail_BTC = like(x_BLC), None if tail_BTC is None else like(tail_BTC).zero_()
+        task = _task(ctx.activation, *saved)
+        grad_y_BLC = readable(grads[0])
+        grad_x_BLC = like(x_BLC)
+        grad_tail_BTC = None if tail_BTC is None else like(tail_BTC).zero_()
         task.grad_y, task.grad_x, task.grad_tail = map(Tokens.of, (grad_y_BLC, grad_x_BLC, grad_tail_BTC))
         parts = task.rows * token_blocks(task.length)
         of_weight = weight_WC.new_empty(parts, task.width + 1, task.channels)

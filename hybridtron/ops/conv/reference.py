@@ -38,7 +38,8 @@ class ConvInputs(NamedTuple):
 def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """Return y in the dtype of x, and the tail for the next row."""
     x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
-    wide, width = wide_type(x_BLC), inputs.width
+    wide = wide_type(x_BLC)
+    width = inputs.width
     x_BSC = with_tail(x_BLC, tail_BTC, width).to(wide)
     documents_BS = None if documents_BL is None else documents_with_tail(documents_BL, width)
     y_BLC = x_BSC.new_zeros(x_BLC.shape)
@@ -83,7 +84,9 @@ def new_tail(inputs: ConvInputs) -> Tensor:
 
     They are a copy: a view would keep the full row in memory.
     """
-    x_BLC, width, documents_BL = inputs.x_BLC, inputs.width, inputs.documents_BL
+    x_BLC = inputs.x_BLC
+    width = inputs.width
+    documents_BL = inputs.documents_BL
     recent = slice(max(x_BLC.shape[1] - (width - 1), 0), None)
     x_BTC = with_tail(x_BLC[:, recent], inputs.tail_BTC, width)[:, -(width - 1) :]
     if documents_BL is None:

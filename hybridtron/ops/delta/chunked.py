@@ -107,13 +107,12 @@ class DeltaChunk:
     """T tokens, with their outputs and gradients given the state before them."""
 
     def __init__(self, read_2BHTN: Tensor, v_BHTP: Tensor, beta_BHT: Tensor, decay: ChunkDecay, sight: Sight) -> None:
-        self.read_2BHTN, self.k_BHTN, self.v_BHTP, self.beta_BHT1 = (
-            read_2BHTN,
-            read_2BHTN[1],
-            v_BHTP,
-            beta_BHT[..., None],
-        )
-        self.decay, self.sight = decay, sight
+        self.read_2BHTN = read_2BHTN
+        self.k_BHTN = read_2BHTN[1]
+        self.v_BHTP = v_BHTP
+        self.beta_BHT1 = beta_BHT[..., None]
+        self.decay = decay
+        self.sight = sight
         self.scores_2BHTT = decay.scores(read_2BHTN, self.k_BHTN)
         self.scores_2BHTT[1].tril_(-1)  # a token is corrected by the tokens before it, not by itself
         self.from_start_2BHTN = read_2BHTN * decay.since_start_BHTG
@@ -121,7 +120,8 @@ class DeltaChunk:
 
     def forward(self, state_BHNP: Tensor) -> tuple[Tensor, Tensor]:
         """Return y of every token (B, T, H, P), and the state after the last token."""
-        first_BT, through_B1 = self.sight.first_BT, self.sight.through_B1
+        first_BT = self.sight.first_BT
+        through_B1 = self.sight.through_B1
         if first_BT is None or through_B1 is None:
             return self._forward(state_BHNP)
         # 0 times nan is nan: products with the zeros between documents would carry non-finite values into the next one
@@ -140,7 +140,8 @@ class DeltaChunk:
         self, state_BHNP: Tensor, grad_y_BTHP: Tensor, grad_state_BHNP: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """Return the gradients of (v, q, k, beta, g), of no parameters, and of the chunk's initial state."""
-        decay, grad_y_BHTP = self.decay, grad_y_BTHP.transpose(1, 2)
+        decay = self.decay
+        grad_y_BHTP = grad_y_BTHP.transpose(1, 2)
         w_BHTP = self._corrections(self.from_start_2BHTN @ state_BHNP)
         u_BHTP = self.beta_BHT1 * w_BHTP
         grad_u_BHTP = self._grad_u(grad_y_BHTP, grad_state_BHNP)

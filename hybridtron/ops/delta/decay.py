@@ -131,11 +131,15 @@ class ChannelDecay(ChunkDecay):
         return scores_2BHTT
 
     def backward(self, grad_2BHTT: Tensor, read_2BHTN: Tensor, k_BHTN: Tensor, scores_2BHTT: Tensor) -> PairGradients:
-        grad_read_2BHTN, grad_k_BHTN = torch.empty_like(read_2BHTN), torch.zeros_like(k_BHTN)
+        grad_read_2BHTN = torch.empty_like(read_2BHTN)
+        grad_k_BHTN = torch.zeros_like(k_BHTN)
         for block in self.blocks:
-            tokens, past, from_first_BHSN = block.tokens, block.past, block.from_first_BHSN
+            tokens = block.tokens
+            past = block.past
+            from_first_BHSN = block.from_first_BHSN
             read_2BHSN, k_BHKN, k_BHSSN = self._seen_in(block, read_2BHTN, k_BHTN)
-            grad_2BHSK, grad_2BHSS = grad_2BHTT[..., tokens, past], grad_2BHTT[..., tokens, tokens]
+            grad_2BHSK = grad_2BHTT[..., tokens, past]
+            grad_2BHSS = grad_2BHTT[..., tokens, tokens]
             of_inside_2BHSN = (grad_2BHSS.unsqueeze(-2) @ k_BHSSN).squeeze(-2)
             grad_read_2BHTN[..., tokens, :] = from_first_BHSN * (grad_2BHSK @ k_BHKN) + of_inside_2BHSN
             of_past_BHKN = (grad_2BHSK.mT @ (read_2BHSN * from_first_BHSN)).sum(0)
@@ -147,10 +151,15 @@ class ChannelDecay(ChunkDecay):
 
     def _blocks(self) -> Iterator[DecayBlock]:
         """Yield the chunk's blocks of tokens, from the first to the last."""
-        length, sees_B1TT, sum_BHTN = self.sum_BHTG.shape[2], self.sees_B1TT, self.sum_BHTG
+        length = self.sum_BHTG.shape[2]
+        sees_B1TT = self.sees_B1TT
+        sum_BHTN = self.sum_BHTG
         for start in range(0, length, SUB):
-            tokens, past, first = slice(start, min(start + SUB, length)), slice(start), slice(start, start + 1)
-            sum_BHSN, first_BH1N = sum_BHTN[:, :, tokens], sum_BHTN[:, :, first]
+            tokens = slice(start, min(start + SUB, length))
+            past = slice(start)
+            first = slice(start, start + 1)
+            sum_BHSN = sum_BHTN[:, :, tokens]
+            first_BH1N = sum_BHTN[:, :, first]
             # Sums of different documents can't be compared. A token of another document than the block's first token
             # sees nothing before the block.
             yield DecayBlock(

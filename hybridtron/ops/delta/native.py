@@ -45,7 +45,8 @@ class NativeDeltaRow(NamedTuple):
 
     def sizes(self) -> dict[str, int]:
         rows, length, heads, size = self.v_BLHP.shape
-        states, gates = self.k_BLHN.shape[3], self.g_BLHG.shape[3]
+        states = self.k_BLHN.shape[3]
+        gates = self.g_BLHG.shape[3]
         return {"rows": rows, "length": length, "heads": heads, "size": size, "states": states, "gates": gates}
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 from hybridtron.ops.delta.reference import DeltaInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
-MOST_KEYS, MOST_VALUES = 128, 256  # of a head; a program holds all keys of a state, for some of its values
+# of a head; a program holds all keys of a state, for some of its values
+MOST_KEYS = 128
+MOST_VALUES = 256
 
 
 def _unsupported_reason(inputs: DeltaInputs) -> str | None:
-    keys, values = inputs.k_BLHN.shape[3], inputs.v_BLHP.shape[3]
+    keys = inputs.k_BLHN.shape[3]
+    values = inputs.v_BLHP.shape[3]
     if keys > MOST_KEYS or values > MOST_VALUES:
         return f"heads of {keys} keys and {values} values; the kernels take {MOST_KEYS} and {MOST_VALUES}"
     return None

@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROW, PLACE, POSITION, CHANNEL = 0x2545F4914F6CDD1D, 0x1F83D9ABFB41BD6B, 0x3C6EF372FE94F82B, 0x5851F42D4C957F2D
+ROW = 0x2545F4914F6CDD1D
+PLACE = 0x1F83D9ABFB41BD6B
+POSITION = 0x3C6EF372FE94F82B
+CHANNEL = 0x5851F42D4C957F2D
 """Odd multipliers of up to 63 bits, which spread counts over all bits."""
 
 

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FIRST, SECOND = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32  # as int32
+# as int32
+FIRST = 0x85EBCA6B - 2**32
+SECOND = 0xC2B2AE35 - 2**32
 
 
 class DropoutInputs(NamedTuple):

@@ -55,11 +55,14 @@ class _NativeGatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_BLE: Tensor, z_BLE: Tensor, weight_E: Tensor, groups: int, eps: float) -> Tensor:
         ctx.save_for_backward(y_BLE, z_BLE, weight_E)
-        ctx.groups, ctx.eps = groups, eps
+        ctx.groups = groups
+        ctx.eps = eps
         y, z = (readable(x).unflatten(-1, (groups, -1)) for x in (y_BLE, z_BLE))
-        out, weight = like(y), weight_E.to(wide_type(y)).contiguous()
+        out = like(y)
+        weight = weight_E.to(wide_type(y)).contiguous()
         task = _task(y, z, out=out)
-        task.weight, task.eps = address(weight), eps
+        task.weight = address(weight)
+        task.eps = eps
         _run("norm_forward", task, y)
         return out.flatten(2).to(y_BLE.dtype)
 
@@ -68,7 +71,9 @@ class _NativeGatedNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
         y, z, grad = (readable(x).unflatten(-1, (ctx.groups, -1)) for x in (*saved[:2], grads[0]))
-        grad_y, grad_z, weight = like(y), like(z), saved[2].to(wide_type(y)).contiguous()
+        grad_y = like(y)
+        grad_z = like(z)
+        weight = saved[2].to(wide_type(y)).contiguous()
         task = _task(y, z, grad_out=grad, grad_y=grad_y, grad_z=grad_z)
         of_weight = weight.new_empty(token_blocks(task.rows * task.length), *weight.shape)
         task.weight, task.grad_weight, task.eps = address(weight), address(of_weight), ctx.eps
@@ -83,7 +88,8 @@ class _NativeSquares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
         ctx.save_for_backward(y_BLHP, z_BLHP)
-        y, z = readable(y_BLHP), readable(z_BLHP)
+        y = readable(y_BLHP)
+        z = readable(z_BLHP)
         squares_BLH = torch.empty(y.shape[:3], dtype=wide_type(y))
         _run("forward", _task(y, z, heads=squares_BLH), y)
         return squares_BLH
@@ -92,8 +98,11 @@ class _NativeSquares(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         y_BLHP, z_BLHP = ctx.saved_tensors
-        y, z, grad = readable(y_BLHP), readable(z_BLHP), readable(grads[0])
-        grad_y, grad_z = like(y), like(z)
+        y = readable(y_BLHP)
+        z = readable(z_BLHP)
+        grad = readable(grads[0])
+        grad_y = like(y)
+        grad_z = like(z)
         _run("backward", _task(y, z, grad_heads=grad, grad_y=grad_y, grad_z=grad_z), y)
         return grad_y.to(y_BLHP.dtype), grad_z.to(z_BLHP.dtype)
 
@@ -104,8 +113,11 @@ class _NativeScale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor, scale_BLH: Tensor, weight_HP: Tensor) -> Tensor:
         ctx.save_for_backward(y_BLHP, z_BLHP, scale_BLH, weight_HP)
-        y, z, scale = readable(y_BLHP), readable(z_BLHP), readable(scale_BLH)
-        out, weight = like(y), weight_HP.to(wide_type(y)).contiguous()
+        y = readable(y_BLHP)
+        z = readable(z_BLHP)
+        scale = readable(scale_BLH)
+        out = like(y)
+        weight = weight_HP.to(wide_type(y)).contiguous()
         task = _task(y, z, heads=scale, out=out)
         task.scaled, task.weight = 1, address(weight)
         _run("forward", task, y)
@@ -117,7 +129,9 @@ class _NativeScale(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
         y_BLHP, z_BLHP, scale_BLH, weight_HP = saved
         y, z, scale, grad = (readable(t) for t in (y_BLHP, z_BLHP, scale_BLH, grads[0]))
-        grad_y, grad_z, grad_scale = like(y), like(z), torch.empty(scale.shape, dtype=scale.dtype)
+        grad_y = like(y)
+        grad_z = like(z)
+        grad_scale = torch.empty(scale.shape, dtype=scale.dtype)
         weight = weight_HP.to(wide_type(y)).contiguous()
         task = _task(y, z, heads=scale, grad_out=grad, grad_y=grad_y, grad_z=grad_z, grad_heads=grad_scale)
         of_weight = weight.new_empty(token_blocks(task.rows * task.length), *weight.shape)

@@ -38,7 +38,8 @@ class _GatedSquares(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         y_BLHP, z_BLHP = ctx.saved_tensors
-        grad_y, grad_z = _empty_like(y_BLHP), _empty_like(z_BLHP)
+        grad_y = _empty_like(y_BLHP)
+        grad_z = _empty_like(z_BLHP)
         for c in _chunks(y_BLHP):
             y, z, open_z = _parts(y_BLHP[:, c], z_BLHP[:, c])
             grad_v = (open_z * y).mul_(2 * grads[0][:, c].unsqueeze(-1))
@@ -62,12 +63,16 @@ class _GatedScale(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         y_BLHP, z_BLHP, scale_BLH, weight_HP = ctx.saved_tensors
-        grad_y, grad_z, grad_scale = _empty_like(y_BLHP), _empty_like(z_BLHP), _empty_like(scale_BLH)
+        grad_y = _empty_like(y_BLHP)
+        grad_z = _empty_like(z_BLHP)
+        grad_scale = _empty_like(scale_BLH)
         wide_weight = at_least_fp32(weight_HP)
         grad_weight = torch.zeros_like(wide_weight)
         for c in _chunks(y_BLHP):
             y, z, open_z = _parts(y_BLHP[:, c], z_BLHP[:, c])
-            grad, scale, v = at_least_fp32(grads[0][:, c]), scale_BLH[:, c].unsqueeze(-1), open_z * y
+            grad = at_least_fp32(grads[0][:, c])
+            scale = scale_BLH[:, c].unsqueeze(-1)
+            v = open_z * y
             grad_v = grad * wide_weight
             grad_scale[:, c] = (grad_v * v).sum(-1)
             grad_weight += v.mul_(grad).mul_(scale).sum((0, 1))

@@ -99,7 +99,11 @@ class GLAChunk:
     def __init__(
         self, q_BHTN: Tensor, k_BHTN: Tensor, v_BHTP: Tensor, g_BHTN: Tensor, sight: Sight, starts_BT: Tensor | None
     ) -> None:
-        self.q_BHTN, self.k_BHTN, self.v_BHTP, self.sight, self.starts_BT = q_BHTN, k_BHTN, v_BHTP, sight, starts_BT
+        self.q_BHTN = q_BHTN
+        self.k_BHTN = k_BHTN
+        self.v_BHTP = v_BHTP
+        self.sight = sight
+        self.starts_BT = starts_BT
         self.tokens_B1TT = sight.tokens_BTT.unsqueeze(1)
         self.sum_BHTN = self.tokens_B1TT.double() @ g_BHTN.double()
         last_BH1N = self.sum_BHTN[:, :, -1:]
@@ -140,10 +144,15 @@ class GLAChunk:
 
     def blocks(self) -> Iterator[Block]:
         """Yield the chunk's blocks of tokens, from the first to the last."""
-        length, sees_B1TT, sum_BHTN = self.sum_BHTN.shape[2], self.tokens_B1TT, self.sum_BHTN
+        length = self.sum_BHTN.shape[2]
+        sees_B1TT = self.tokens_B1TT
+        sum_BHTN = self.sum_BHTN
         for start in range(0, length, SUB):
-            tokens, past, first = slice(start, min(start + SUB, length)), slice(start), slice(start, start + 1)
-            sum_BHSN, first_BH1N = sum_BHTN[:, :, tokens], sum_BHTN[:, :, first]
+            tokens = slice(start, min(start + SUB, length))
+            past = slice(start)
+            first = slice(start, start + 1)
+            sum_BHSN = sum_BHTN[:, :, tokens]
+            first_BH1N = sum_BHTN[:, :, first]
             # Sums of different documents can't be compared. A token of another document than the block's first token
             # sees nothing before the block.
             yield Block(
@@ -160,7 +169,9 @@ class GLAChunk:
         self, block: Block, grad_y_BHTP: Tensor, grad_q_BHTN: Tensor, grad_k_BHTN: Tensor, grad_v_BHTP: Tensor
     ) -> None:
         """Accumulate the gradients that flow from a block's outputs, to its own tokens and to those before it."""
-        tokens, past, inside_BHSSN = block.tokens, block.past, block.inside_BHSSN
+        tokens = block.tokens
+        past = block.past
+        inside_BHSSN = block.inside_BHSSN
         grad_y_BHSP = grad_y_BHTP[:, :, tokens]
         q_BHSN, k_BHKN = self._towards_first(block)
         grad_past_BHSK = grad_y_BHSP @ self.v_BHTP[:, :, past].mT
@@ -184,12 +195,14 @@ class GLAChunk:
 
     def _towards_first(self, block: Block) -> tuple[Tensor, Tensor]:
         """Return a block's queries and the keys before it, both decayed so that their products are the scores."""
-        q_BHSN, k_BHKN = self.q_BHTN[:, :, block.tokens], self.k_BHTN[:, :, block.past]
+        q_BHSN = self.q_BHTN[:, :, block.tokens]
+        k_BHKN = self.k_BHTN[:, :, block.past]
         return q_BHSN * block.from_first_BHSN, k_BHKN * block.to_first_BHKN
 
     def _scores_inside(self, block: Block) -> Tensor:
         """Return A_ij for a block's own pairs (B, H, S, S)."""
-        q_BHS1N, k_BHSN1 = self.q_BHTN[:, :, block.tokens].unsqueeze(3), self.k_BHTN[:, :, block.tokens].unsqueeze(-1)
+        q_BHS1N = self.q_BHTN[:, :, block.tokens].unsqueeze(3)
+        k_BHSN1 = self.k_BHTN[:, :, block.tokens].unsqueeze(-1)
         return ((q_BHS1N * block.inside_BHSSN).transpose(2, 3) @ k_BHSN1).squeeze(-1).mT
 
     def _decays(self, exponent: Tensor, seen: Tensor | None) -> Tensor:

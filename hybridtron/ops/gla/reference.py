@@ -37,7 +37,8 @@ def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
     """Return y in the dtype of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
     wide = wide_type(inputs.v_BLHP)
     q, k, v, g = (t.to(wide) for t in inputs[:4])
-    h_BHNP, starts_BL = initial_state(inputs), document_starts(inputs.documents_BL)
+    h_BHNP = initial_state(inputs)
+    starts_BL = document_starts(inputs.documents_BL)
     outputs = []
     for t in range(v.shape[1]):
         if starts_BL is not None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from hybridtron.ops.gla.reference import GLAInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
-KEYS, VALUES = 256, 512  # of a head, at most
+# of a head, at most
+KEYS = 256
+VALUES = 512
 
 
 def _unsupported_reason(inputs: GLAInputs) -> str | None:
-    keys, values = inputs.k_BLHN.shape[3], inputs.v_BLHP.shape[3]
+    keys = inputs.k_BLHN.shape[3]
+    values = inputs.v_BLHP.shape[3]
     if keys > KEYS or values > VALUES:
         return f"heads of {keys} keys and {values} values; the kernels take {KEYS} and {VALUES}"
     return None

@@ -56,7 +56,10 @@ class SummedGradients:
     """Gradients of the input and the weight, accumulated over parts of the tokens; None if not wanted."""
 
     def __init__(self, inputs: LinearCrossEntropyInputs, wanted: WantedGradients, several: bool) -> None:
-        self.x_ND, self.weight_VD, self.wanted, self.several = inputs.x_TD, inputs.weight_VD, wanted, several
+        self.x_ND = inputs.x_TD
+        self.weight_VD = inputs.weight_VD
+        self.wanted = wanted
+        self.several = several
         self.of_x_ND = torch.empty_like(self.x_ND) if wanted.of_x else None
         self.of_weight_VD: Tensor | None = None
 
@@ -112,7 +115,9 @@ class _MadeInForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wanted: WantedGradients, *fields: Any) -> tuple[Tensor, Tensor]:
         inputs = LinearCrossEntropyInputs(*fields)
-        x_ND, mask_N, z_loss = inputs.x_TD, inputs.mask_T, inputs.z_loss
+        x_ND = inputs.x_TD
+        mask_N = inputs.mask_T
+        z_loss = inputs.z_loss
         tokens = len(x_ND)
         at_a_time = logits_at_a_time(tokens, len(inputs.weight_VD), x_ND.element_size())
         gradients = SummedGradients(inputs, wanted, at_a_time < tokens)

@@ -62,7 +62,8 @@ def whole_rows(rows: int, length: int) -> tuple[Tensor, Tensor]:
     counts_N = (length - starts_N).clamp(max=most_queries())
     pieces_BN5 = torch.zeros(rows, len(starts_N), 5, dtype=torch.int64)
     pieces_BN5[:, :, 0] = torch.arange(rows)[:, None]
-    pieces_BN5[:, :, 1], pieces_BN5[:, :, 2] = starts_N, counts_N
+    pieces_BN5[:, :, 1] = starts_N
+    pieces_BN5[:, :, 2] = counts_N
     return pieces_BN5, torch.arange(rows + 1) * len(starts_N)
 
 
@@ -77,7 +78,8 @@ class _NativeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: AttentionPlan, *given: Tensor) -> Tensor:
         q_BLHK, k_BSGK, v_BSGK = (readable(x) for x in given)
-        y_BLHK, wide = like(q_BLHK), wide_type(q_BLHK)
+        y_BLHK = like(q_BLHK)
+        wide = wide_type(q_BLHK)
         lse_BHL = torch.empty(len(q_BLHK), q_BLHK.shape[2], q_BLHK.shape[1], dtype=wide)
         ctx.save_for_backward(q_BLHK, k_BSGK, v_BSGK, y_BLHK, lse_BHL)
         ctx.plan = plan
@@ -89,7 +91,9 @@ class _NativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BLHK, k_BSGK, v_BSGK, *made = ctx.saved_tensors  # read once: recomputation returns it only once
-        wide, grad_y_BLHK, grad_q_BLHK = wide_type(q_BLHK), readable(grads[0]), like(q_BLHK)
+        wide = wide_type(q_BLHK)
+        grad_y_BLHK = readable(grads[0])
+        grad_q_BLHK = like(q_BLHK)
         grad_k_BSGK, grad_v_BSGK = (like(x, wide).zero_() for x in (k_BSGK, v_BSGK))  # several pieces add to them
         task = _task(ctx.plan, q_BLHK, k_BSGK, v_BSGK, *made)
         task.grad_y, task.grad_q = Tokens.of(grad_y_BLHK), Tokens.of(grad_q_BLHK)

@@ -48,7 +48,8 @@ def matrix_recurrence(row: NativeRow, documents_BL: Tensor | None) -> tuple[Tens
     The compiled code takes full SIMD vectors: the state's last axis is padded before the call and cut afterwards.
     """
     *fields, state = row._asdict().values()
-    size, vector = state.shape[-1], constant("vector_bytes") // state.itemsize
+    size = state.shape[-1]
+    vector = constant("vector_bytes") // state.itemsize
     kind: Any = type(row)
     y_BL, last = recurrence(kind(*fields, torch.nn.functional.pad(state, (0, -size % vector))), documents_BL)
     return y_BL, last[..., :size]
@@ -68,7 +69,8 @@ class _NativeRecurrence(torch.autograd.Function):
             kept_BK = last.new_empty(task.rows, chunks, *last.shape[1:])
             task.kept = kept_BK.data_ptr()
             ctx.save_for_backward(starts_BL, kept_BK, *fields)
-            ctx.row_type, ctx.kinds = row_type, [None if tensor is None else tensor.dtype for tensor in given]
+            ctx.row_type = row_type
+            ctx.kinds = [None if tensor is None else tensor.dtype for tensor in given]
         call(f"{row.NAME}_forward_{scalar(last.dtype)}", task, _crew(row, task, last))
         return y_BL.to(given[0].dtype), last
 
@@ -76,9 +78,11 @@ class _NativeRecurrence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y_BL: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         starts_BL, kept_BK, *fields = ctx.saved_tensors
-        grad_y_BL, grad_state = readable(grad_y_BL), _dense_copy(grad_last)
+        grad_y_BL = readable(grad_y_BL)
+        grad_state = _dense_copy(grad_last)
         row = ctx.row_type(*fields, grad_state)
-        task, grads = _task(row, starts_BL), _room_for_gradients(row)
+        task = _task(row, starts_BL)
+        grads = _room_for_gradients(row)
         task.kept, task.grad_y = kept_BK.data_ptr(), Tokens.of(grad_y_BL)
         for name, grad in grads.items():
             setattr(task, f"grad_{_short(name)}", _seen(name, grad))
@@ -125,7 +129,8 @@ def _room_for_gradients(row: NativeRow) -> dict[str, Tensor | None]:
 
 def _call_backward(row: NativeRow, task: Any, state: Tensor) -> None:
     """Run the compiled backward pass; where threads share a row, each unit writes its own gradients of `b` and `c`."""
-    crew, shares = _crew(row, task, state), None
+    crew = _crew(row, task, state)
+    shares = None
     if row.UNITS_OF:
         task.whole_rows = task.rows % crew == 0 or task.rows > 4 * crew
         units = -(-getattr(task, row.UNITS_OF) // task.unit)

@@ -36,7 +36,8 @@ def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
     if (reason := left_to_torch_compile()) is not None:
         return reason
     if isinstance(inputs, AddRMSNormInputs):
-        x, added = inputs.x, inputs.added
+        x = inputs.x
+        added = inputs.added
         if x.shape != added.shape or torch.promote_types(x.dtype, added.dtype) != x.dtype:
             given = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
             return f"adds tensors of one shape, the second no wider than the first, {given}"
@@ -91,7 +92,8 @@ class _NativeAddNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         summed, y = _forward(x, added, weight, eps)
         ctx.save_for_backward(summed, weight)
-        ctx.eps, ctx.added = eps, added.dtype
+        ctx.eps = eps
+        ctx.added = added.dtype
         return summed, y
 
     @staticmethod
@@ -104,12 +106,15 @@ class _NativeAddNorm(torch.autograd.Function):
 
 def _forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the sum, or x if nothing is added, and its norm."""
-    rows, wide = as_rows(x), weight.to(wide_type(x)).contiguous()
+    rows = as_rows(x)
+    wide = weight.to(wide_type(x)).contiguous()
     y = like(rows) if (kind := narrower(x.dtype, weight.dtype)) == x.dtype else like(rows).to(kind)
     task = _task(rows, wide, eps)
-    task.y, summed = Tokens.of(y), x
+    task.y = Tokens.of(y)
+    summed = x
     if added is not None:
-        added, summed = as_rows(added), like(rows)
+        added = as_rows(added)
+        summed = like(rows)
         task.added, task.sum = Tokens.of(added), Tokens.of(summed)
     call(f"norm_forward_{scalar(wide.dtype)}", task, threads(x.numel() / WORTH))
     return summed.reshape(x.shape), y.reshape(x.shape)
@@ -117,8 +122,11 @@ def _forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 def _backward(x: Tensor, weight: Tensor, eps: float, grad_y: Tensor, grad_sum: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, the tensor to norm, and of the weight; `grad_sum` is added to that of x."""
-    rows, wide = as_rows(x), weight.to(wide_type(x)).contiguous()
-    task, grad_x, grad_y = _task(rows, wide, eps), like(rows), as_rows(grad_y)
+    rows = as_rows(x)
+    wide = weight.to(wide_type(x)).contiguous()
+    task = _task(rows, wide, eps)
+    grad_x = like(rows)
+    grad_y = as_rows(grad_y)
     grad_sum = None if grad_sum is None else as_rows(grad_sum)
     task.grad_x, task.grad_y, task.grad_sum = map(Tokens.of, (grad_x, grad_y, grad_sum))
     of_weight = wide.new_empty(token_blocks(task.rows * task.length), task.channels)

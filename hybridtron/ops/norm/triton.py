@@ -23,7 +23,8 @@ def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
 
 
 def _unsupported_sum_reason(inputs: AddRMSNormInputs) -> str | None:
-    x, added = inputs.x, inputs.added
+    x = inputs.x
+    added = inputs.added
     if x.shape != added.shape or torch.promote_types(x.dtype, added.dtype) != x.dtype:
         given = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
         return f"the kernels add tensors of one shape, the second no wider than the first, {given}"

@@ -36,6 +36,7 @@ class _Branch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_x_TI: Tensor, grad_y_TO: Tensor) -> tuple[Tensor, Tensor]:
         x_TI, weight_OI = ctx.saved_tensors
-        flat_x, flat_y = grad_x_TI.contiguous().flatten(0, -2), grad_y_TO.flatten(0, -2)
+        flat_x = grad_x_TI.contiguous().flatten(0, -2)
+        flat_y = grad_y_TO.flatten(0, -2)
         flat_x.addmm_(flat_y, weight_OI)
         return flat_x.view(x_TI.shape), flat_y.mT @ x_TI.flatten(0, -2)

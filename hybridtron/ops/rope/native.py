@@ -60,7 +60,9 @@ class _NativeRope(torch.autograd.Function):
 
 
 def _rotated(x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor, back: bool) -> Tensor:
-    x_BLHK, cos_BLk, sin_BLk = readable(x_BLHK), readable(cos_BLk), readable(sin_BLk)
+    x_BLHK = readable(x_BLHK)
+    cos_BLk = readable(cos_BLk)
+    sin_BLk = readable(sin_BLk)
     rows, length, heads, size = x_BLHK.shape
     y_BLHK = like(x_BLHK)
     task = RopeTask(

@@ -58,10 +58,13 @@ def _kept_by_yarn(rope: RopeOptions, channels: int, pairs: Tensor) -> Tensor:
     def place(turns: float) -> float:
         return channels * math.log((rope.original or 1) / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
 
-    first, last = place(rope.fast), place(rope.slow)
+    first = place(rope.fast)
+    last = place(rope.slow)
     if rope.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, channels - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, channels - 1)
     wide = last - first if last != first else 0.001
     return 1 - ((pairs - first) / wide).clamp(0, 1)
 
@@ -75,9 +78,11 @@ def rope_table(
     """
     angles_BLk = positions_BL.double()[..., None] * frequencies(rope, head_dim, positions_BL.device)
     reduced_BLk = angles_BLk.remainder(2 * math.pi)
-    cos_BLk, sin_BLk = reduced_BLk.cos(), reduced_BLk.sin()
+    cos_BLk = reduced_BLk.cos()
+    sin_BLk = reduced_BLk.sin()
     if (factor := rope.attention_factor) != 1:
-        cos_BLk, sin_BLk = cos_BLk * factor, sin_BLk * factor
+        cos_BLk = cos_BLk * factor
+        sin_BLk = sin_BLk * factor
     return cos_BLk.to(dtype), sin_BLk.to(dtype)
 
 
@@ -89,6 +94,7 @@ def apply_rope(inputs: RopeInputs) -> Tensor:
     x_BLHK, cos_BLk, sin_BLk = inputs
     rotary = 2 * cos_BLk.shape[-1]
     first, second = at_least_fp32(x_BLHK[..., :rotary]).chunk(2, dim=-1)
-    cos, sin = cos_BLk[:, :, None].to(first.dtype), sin_BLk[:, :, None].to(first.dtype)
+    cos = cos_BLk[:, :, None].to(first.dtype)
+    sin = sin_BLk[:, :, None].to(first.dtype)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BLHK.dtype)
     return rotated if rotary == x_BLHK.shape[-1] else torch.cat((rotated, x_BLHK[..., rotary:]), dim=-1)

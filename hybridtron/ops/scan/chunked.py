@@ -42,7 +42,8 @@ def chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     if inputs.x_BLE.shape[1] <= 1:  # decoding: a single step of the loop
         return selective_scan(inputs)
     x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, dt_bias_E, z_BLE, _, documents_BL = inputs
-    A_NE, starts_BL = A_EN.t().contiguous(), document_starts(documents_BL)
+    A_NE = A_EN.t().contiguous()
+    starts_BL = document_starts(documents_BL)
     row = ChunkedRow(x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE, A_NE, D_E, dt_bias_E, starts_BL)
     with torch.autocast(x_BLE.device.type, enabled=False):  # the products with B and C stay in fp32
         y_BLE, last_BNE = ScanOfChunks.apply(ChunkedRow, initial_state(inputs).transpose(1, 2), *row)
@@ -146,7 +147,8 @@ class ScanChunk:
         self, state_BNE: Tensor, grad_y_BTE: Tensor, grad_state_BNE: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
         """Return the gradients of (x, dt, B, C, z), (A, D, dt_bias) and the state before the chunk."""
-        grad_y_TBE, decay_TBNE = grad_y_BTE.transpose(0, 1), self.decays()
+        grad_y_TBE = grad_y_BTE.transpose(0, 1)
+        decay_TBNE = self.decays()
         h_TBNE = self.states(decay_TBNE[:-1], state_BNE)
         grad_z_TBE = None
         if self.z_TBE is not None:

@@ -84,6 +84,8 @@ class _LastState(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E = leaves
-            no_D, C_BLN = torch.zeros_like(A_EN[:, 0]), B_BLN.detach()  # C and D affect only the outputs
+            # C and D affect only the outputs
+            no_D = torch.zeros_like(A_EN[:, 0])
+            C_BLN = B_BLN.detach()
             _, last_BEN = chunked(ScanInputs(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, no_D, dt_bias_E))
         return None, *torch.autograd.grad(last_BEN, leaves, grad_BEN)

@@ -59,7 +59,9 @@ class NativeScanRow(NamedTuple):
 @untraced  # torch.compile can't trace a call of compiled code
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     wide = wide_type(inputs.x_BLE)
-    A_NE, D_E, bias_E = inputs.A_EN.t().to(wide), inputs.D_E.to(wide), inputs.dt_bias_E.to(wide)
+    A_NE = inputs.A_EN.t().to(wide)
+    D_E = inputs.D_E.to(wide)
+    bias_E = inputs.dt_bias_E.to(wide)
     tokens = inputs.x_BLE, inputs.dt_BLE
     row = NativeScanRow(*tokens, A_NE, inputs.B_BLN, inputs.C_BLN, D_E, bias_E, inputs.z_BLE, initial_state(inputs).mT)
     y_BLE, last_BNE = recurrence(row, inputs.documents_BL)

@@ -47,7 +47,8 @@ def _recur(a_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, cut_TB: Tensor | N
     one_by_one = h_TBNE.device.type == "cpu" and carry_BNE.numel() >= LARGE_STATE
     size = 1 if one_by_one or len(h_TBNE) % GROUP != 0 else GROUP
     direction = -1 if back else 1
-    a, h = a_TBNE.unflatten(0, (-1, size)), h_TBNE.unflatten(0, (-1, size))
+    a = a_TBNE.unflatten(0, (-1, size))
+    h = h_TBNE.unflatten(0, (-1, size))
     since_start = a if size == 1 else a.clone()  # product of the factors since the group's first token
     cut = None if cut_TB is None else cut_TB.unflatten(0, (-1, size))
     passed = None if cut is None else (cut.flip(1).cumsum(1).flip(1) if back else cut.cumsum(1)) > 0  # a cut since then

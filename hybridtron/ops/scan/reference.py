@@ -44,10 +44,14 @@ class ScanInputs(NamedTuple):
 
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """Return y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
-    wide, A_EN = wide_type(inputs.x_BLE), inputs.A_EN
-    x, B, C = inputs.x_BLE.to(wide), inputs.B_BLN.to(wide), inputs.C_BLN.to(wide)
+    wide = wide_type(inputs.x_BLE)
+    A_EN = inputs.A_EN
+    x = inputs.x_BLE.to(wide)
+    B = inputs.B_BLN.to(wide)
+    C = inputs.C_BLN.to(wide)
     delta = step_sizes(inputs.dt_BLE, inputs.dt_bias_E)
-    h_BEN, starts_BL = initial_state(inputs), document_starts(inputs.documents_BL)
+    h_BEN = initial_state(inputs)
+    starts_BL = document_starts(inputs.documents_BL)
     outputs = []
     for t in range(x.shape[1]):
         decay_BEN = torch.exp(delta[:, t, :, None] * A_EN)

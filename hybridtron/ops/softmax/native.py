@@ -37,8 +37,10 @@ def _unsupported_reason(inputs: SoftmaxSumsInputs | SoftmaxGradientsInputs) -> s
 
 
 def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
-    logits_CV, wide = inputs.logits_CV, wide_type(inputs.logits_CV)
-    task, labels_C = _task(logits_CV), inputs.labels_C.contiguous()
+    logits_CV = inputs.logits_CV
+    wide = wide_type(inputs.logits_CV)
+    task = _task(logits_CV)
+    labels_C = inputs.labels_C.contiguous()
     sums = SoftmaxSums(*(torch.empty(len(logits_CV), dtype=wide) for _ in range(3)))
     task.greatest, task.sum, task.picked = (values.data_ptr() for values in sums)
     task.labels = labels_C.data_ptr()
@@ -47,9 +49,11 @@ def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
 
 
 def softmax_gradients(inputs: SoftmaxGradientsInputs) -> Tensor:
-    logits_CV, wide = inputs.logits_CV, wide_type(inputs.logits_CV)
+    logits_CV = inputs.logits_CV
+    wide = wide_type(inputs.logits_CV)
     task = _task(logits_CV)
-    labels_C, mask_C = inputs.labels_C.contiguous(), inputs.mask_C.contiguous()
+    labels_C = inputs.labels_C.contiguous()
+    mask_C = inputs.mask_C.contiguous()
     lse_C = inputs.lse_C.to(wide).contiguous()
     task.labels, task.mask, task.lse = labels_C.data_ptr(), mask_C.data_ptr(), lse_C.data_ptr()
     task.z_loss = inputs.z_loss

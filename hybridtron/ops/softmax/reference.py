@@ -51,7 +51,8 @@ def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
     """Return each token's sums, in fp32 or float64; a label outside 0..V - 1 is in another part of the vocabulary."""
     logits_CV, labels_C = inputs
     size = logits_CV.shape[1]
-    greatest, sums = [], []
+    greatest = []
+    sums = []
     for part in logits_CV.split(max(1, WORKSPACE // size)):
         wide = at_least_fp32(part)
         greatest.append(wide.amax(-1))

@@ -59,7 +59,9 @@ def _parts(cut: SpanCut, chosen: Sequence[Tensor | None], length: int, total: in
                 last = first + 1
                 while last < len(spans) and last - first < room and spans[first].continues(spans[last], cut.chunk):
                     last += 1
-                one, other, count = spans[first], spans[last - 1], spans[first].count
+                one = spans[first]
+                other = spans[last - 1]
+                count = spans[first].count
                 of_rows = slice(rows.start - segment.rows.start, rows.stop - segment.rows.start)
                 blocks = None if not count or chosen_RGTC is None else chosen_RGTC[of_rows, :, first:last, :count]
                 queries = slice(one.queries.start, other.queries.stop)
@@ -148,7 +150,8 @@ class _BlockedSpanAttention(torch.autograd.Function):
                 y_part[:, :, here] = made.transpose(1, 2).unflatten(0, (rows, -1))
                 sums_part[:, :, here] = sums.transpose(1, 2).unflatten(0, (rows, -1))
         ctx.save_for_backward(q, k, v, y, sums_BLH)
-        ctx.cut, ctx.chosen = cut, chosen
+        ctx.cut = cut
+        ctx.chosen = chosen
         return y
 
     @staticmethod

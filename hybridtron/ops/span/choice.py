@@ -102,7 +102,8 @@ def choose(relevance_RGTU: Tensor, available: Sequence[int], most: int) -> Tenso
     available_TU = places_U < available_T[:, None]
     scores = relevance_RGTU.masked_fill(~available_TU, -torch.inf)
     least = scores.topk(count, dim=-1).values[..., -1:]
-    above, equal = scores > least, scores == least
+    above = scores > least
+    equal = scores == least
     room = count - above.sum(-1, keepdim=True)
     taken = (above | (equal & (equal.cumsum(-1) <= room))) & available_TU  # topk guarantees no order among ties
     late = places_U.numel()

@@ -36,13 +36,17 @@ class SpanPlaces(NamedTuple):
 def places_of(inputs: SpanInputs) -> SpanPlaces:
     """Compute each token's chunk and block, and the table of chosen blocks, for all rows."""
     q_BLHK, k_BSGK, _, cut, chosen = inputs
-    (batch, length), (total, groups) = q_BLHK.shape[:2], k_BSGK.shape[1:3]
-    device, counted = q_BLHK.device, [(0, 0)] * batch
+    (batch, length) = q_BLHK.shape[:2]
+    (total, groups) = k_BSGK.shape[1:3]
+    device = q_BLHK.device
+    counted = [(0, 0)] * batch
     query_chunks_BL = torch.full((batch, length), NOWHERE, device=device)
     key_chunks_BS, key_blocks_BS = (torch.full((batch, total), NOWHERE, device=device) for _ in range(2))
     tables: list[tuple[slice, int, int, Tensor]] = []
     for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
-        rows, here, (chunks, blocks) = segment.rows, segment.keys(length, total), counted[segment.rows.start]
+        rows = segment.rows
+        here = segment.keys(length, total)
+        (chunks, blocks) = counted[segment.rows.start]
         places = torch.arange(segment.first_place, segment.end_place, device=device)
         own = (places + cut.shift) // cut.chunk - cut.chunks(segment).start
         key_chunks_BS[rows, here] = torch.where(own < 0, NOWHERE, own + chunks)
@@ -78,8 +82,10 @@ def tiles_of(places: SpanPlaces) -> Tensor:
     """Return a mask of the tiles in which some query may see some key, (B, G, L / 128, S / 128)."""
     chunks, blocks = places.table_BGTU.shape[2:]
     queries_BQT = _held(places.query_chunks_BL, chunks)
-    key_chunks_BCT, key_blocks_BCU = _held(places.key_chunks_BS, chunks), _held(places.key_blocks_BS, blocks)
-    length, total = places.query_chunks_BL.shape[1], places.key_chunks_BS.shape[1]
+    key_chunks_BCT = _held(places.key_chunks_BS, chunks)
+    key_blocks_BCU = _held(places.key_blocks_BS, blocks)
+    length = places.query_chunks_BL.shape[1]
+    total = places.key_chunks_BS.shape[1]
     last_Q = torch.arange(queries_BQT.shape[1], device=queries_BQT.device) * TILE + TILE - 1
     first_C = torch.arange(key_chunks_BCT.shape[1], device=queries_BQT.device) * TILE
     own_BQC = (queries_BQT @ key_chunks_BCT.mT > 0) & (first_C <= last_Q[:, None] + total - length)
@@ -97,7 +103,8 @@ def _held(numbers_BN: Tensor, count: int) -> Tensor:
 def span_attention(inputs: SpanInputs) -> Tensor:
     """Compute attention for all rows and segments in one call."""
     q_BLHK, k_BSGK, v_BSGK, _, _ = inputs
-    places, share = places_of(inputs), q_BLHK.shape[2] // k_BSGK.shape[2]
+    places = places_of(inputs)
+    share = q_BLHK.shape[2] // k_BSGK.shape[2]
     tiles_BHQC = tiles_of(places).repeat_interleave(share, dim=1)
     lengths = q_BLHK.shape[1], k_BSGK.shape[1]
     return attend_to_tiles(q_BLHK, k_BSGK, v_BSGK, mask_of_tiles(mask_of(places, share), lengths, tiles_BHQC))

@@ -32,7 +32,8 @@ NATIVE = Implementation("native", span_attention, "cpu", unsupported_reason=_uns
 def plan_of(inputs: SpanInputs) -> AttentionPlan:
     """Return the compiled form's plan: the pieces of all chunks, and the first keys of their chosen blocks."""
     q_BLHK, k_BSGK, _, cut, chosen = inputs
-    (rows, length), total = q_BLHK.shape[:2], k_BSGK.shape[1]
+    (rows, length) = q_BLHK.shape[:2]
+    total = k_BSGK.shape[1]
     first_BL = torch.zeros(rows, length, dtype=torch.int64)
     pieces: list[tuple[int, ...]] = []
     tables = [torch.zeros(0, k_BSGK.shape[2], dtype=torch.int64)]

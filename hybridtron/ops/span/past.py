@@ -88,7 +88,8 @@ def choose_at_random(
     for segment in cut.segments:
         available = cut.available(segment)
         first = segment.first_place // cut.block
-        rows, blocks = range(segment.rows.start, segment.rows.stop), range(first, first + max(available))
+        rows = range(segment.rows.start, segment.rows.stop)
+        blocks = range(first, first + max(available))
         drawn = random_relevance(key, rows, groups, cut.chunks(segment), blocks).to(device, non_blocking=True)
         chosen.append(choose(drawn, available, most) if blocks else None)
     return chosen
@@ -145,7 +146,8 @@ def own_blocks(cut: SpanCut, segment: SpanSegment, share: slice) -> OwnBlocks:
     def ended(before: int) -> int:
         return counted if segment.stop <= before else max(0, (before - base) // cut.block)
 
-    begin, end = ended(share.start), ended(share.stop)
+    begin = ended(share.start)
+    end = ended(share.stop)
     tokens = slice(base + begin * cut.block, min(base + end * cut.block, segment.stop))
     return OwnBlocks(begin, end, counted, (segment.stop - base) // cut.block, tokens)
 
@@ -157,7 +159,8 @@ def _last(x: Tensor, count: int) -> Tensor:
 
 
 def _choice(cut: SpanCut, rule: ChoiceRule, segment: SpanSegment, known: SpanPast, groups: int) -> Tensor | None:
-    chunks, per_chunk = cut.chunks(segment), cut.chunk // cut.block
+    chunks = cut.chunks(segment)
+    per_chunk = cut.chunk // cut.block
     unfinished = -(-segment.end_place // cut.block)
     # query sums per chunk, beginning with the chunk before the segment's first one
     sums = _last(known.sums_BPHK, unfinished - (chunks.start - 1) * per_chunk)

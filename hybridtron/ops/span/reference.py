@@ -109,7 +109,8 @@ def _visible(cut: SpanCut, segment: SpanSegment, chosen_RGTC: Tensor | None, dev
     """Return a segment's mask, True where a query sees a key, (1, 1, L, S) or (R, G, L, S)."""
     places_S = torch.arange(segment.first_place, segment.end_place, device=device)
     chunks_S = (places_S + cut.shift) // cut.chunk
-    places_L, chunks_L = places_S[segment.kept :], chunks_S[segment.kept :]
+    places_L = places_S[segment.kept :]
+    chunks_L = chunks_S[segment.kept :]
     own_LS = (chunks_L[:, None] == chunks_S) & (places_S <= places_L[:, None])
     if chosen_RGTC is None:
         return own_LS[None, None]
@@ -136,7 +137,8 @@ def span_attention(inputs: SpanInputs) -> Tensor:
     """Compute attention by the rules, with a dense mask and an fp32 softmax."""
     q_BLHK, k_BSGK, v_BSGK, cut, chosen = inputs
     y_BLHK = torch.zeros_like(q_BLHK)
-    share, groups = q_BLHK.shape[2] // k_BSGK.shape[2], k_BSGK.shape[2]
+    share = q_BLHK.shape[2] // k_BSGK.shape[2]
+    groups = k_BSGK.shape[2]
     for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
         here = segment.keys(q_BLHK.shape[1], k_BSGK.shape[1])
         q_RLGAK = at_least_fp32(q_BLHK[segment.rows, segment.start : segment.stop]).unflatten(2, (groups, share))

@@ -130,7 +130,8 @@ def _over(order_RM: Tensor, x_RS: Tensor) -> Tensor:
 
 def _needed(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None) -> Tensor:
     """Mark the keys that a later query in the last document can see."""
-    documents_RS, places_RS = at_hand.documents_RS, at_hand.places_RS
+    documents_RS = at_hand.documents_RS
+    places_RS = at_hand.places_RS
     last_RS = documents_RS == documents_RS[:, -1:]
     needed_RS = (places_RS < budget.first) | (_later(documents_RS) < budget.recent - 1)
     if budget.strided:

@@ -63,7 +63,8 @@ class Stretch(NamedTuple):
 
         Bands are counted from a document's beginning, so its tiles do not depend on its position in the row.
         """
-        (rows, total), device = self.order_RS.shape, self.order_RS.device
+        (rows, total) = self.order_RS.shape
+        device = self.order_RS.device
         row_R1 = torch.arange(rows, device=device)[:, None]
         band_RL = row_R1 * total + self.begin_RL + (self.end_RL - 1 - self.begin_RL) // TILE * TILE
         asking = (self.first_RL < self.end_RL).flatten().nonzero().squeeze(1)
@@ -95,11 +96,13 @@ class Kept(NamedTuple):
     def sees(self, tiles: Tiles) -> Tensor:
         total = self.until_RS.shape[1]
         own_TQ = (tiles.queries_TQ % self.length + total - self.length)[..., None]
-        from_TW, until_TW = tiles.keys_TW % total, self.until_RS.flatten()[tiles.keys_TW]
+        from_TW = tiles.keys_TW % total
+        until_TW = self.until_RS.flatten()[tiles.keys_TW]
         return (from_TW[:, None] <= own_TQ) & (own_TQ < until_TW[:, None])
 
     def tiles(self) -> Tiles:
-        (rows, total), device = self.until_RS.shape, self.until_RS.device
+        (rows, total) = self.until_RS.shape
+        device = self.until_RS.device
         row_R11 = torch.arange(rows, device=device)[:, None, None]
         padded = -(-self.length // TILE) * TILE
         queries_TQ = torch.arange(padded, device=device).view(-1, TILE)
@@ -138,7 +141,8 @@ def stretch(own_RL: Tensor, query_class_RL: Tensor, key_class_RS: Tensor, most: 
 
     `own_RL` is the smallest class in a query's document.
     """
-    length, total = own_RL.shape[1], key_class_RS.shape[1]
+    length = own_RL.shape[1]
+    total = key_class_RS.shape[1]
     index_S = torch.arange(total, device=key_class_RS.device)
     sorted_RS, order_RS = (key_class_RS * total + index_S).sort(dim=1)
     begin_RL, first_RL = (torch.searchsorted(sorted_RS, each * total) for each in (own_RL, query_class_RL))
@@ -191,8 +195,10 @@ def best_of(documents_RS: Tensor, scores_RS: Tensor, most: int) -> Tensor:
 def _ranks(documents_RW: Tensor, scores_RW: Tensor, queries: int) -> Tensor:
     """Count the keys that are better than each, up to each of the last `queries` keys, (R, Q, W)."""
     earlier_W = torch.ones(*[scores_RW.shape[1]] * 2, dtype=torch.bool, device=scores_RW.device).triu(1)
-    ahead, behind = scores_RW[:, :, None], scores_RW[:, None]
+    ahead = scores_RW[:, :, None]
+    behind = scores_RW[:, None]
     better_RWW = (ahead > behind) | ((ahead == behind) & earlier_W)
-    ahead, behind = documents_RW[:, :, None], documents_RW[:, None]
+    ahead = documents_RW[:, :, None]
+    behind = documents_RW[:, None]
     better_RWW = (ahead > behind) | ((ahead == behind) & better_RWW)
     return better_RWW.cumsum(1)[:, -queries:]

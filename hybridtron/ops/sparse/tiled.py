@@ -72,7 +72,8 @@ class _TiledAttention(torch.autograd.Function):
             weights_TQW = torch.exp(scores_TQW - _finite(after_TQ))
             sums[queries_TQ] = torch.baddbmm(rescaled_TQP, weights_TQW, at_least_fp32(values[keys_TW]))
             largest[queries_TQ] = after_TQ
-        weighted_values, total_weights = sums[:, :-1], sums[:, -1]
+        weighted_values = sums[:, :-1]
+        total_weights = sums[:, -1]
         y = weighted_values / total_weights.where(total_weights > 0, 1)[:, None]
         ctx.save_for_backward(q, k, v, y, largest + total_weights.log())
         ctx.parts = parts

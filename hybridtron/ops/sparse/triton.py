@@ -10,11 +10,15 @@ import torch
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.sparse.reference import Budget, SparseInputs
 
-SIZE, FP32_SIZE, BEST = 128, 32, 128  # maximum channels per key, the same in fp32, and maximum keys by score
+# maximum channels per key, the same in fp32, and maximum keys by score
+SIZE = 128
+FP32_SIZE = 32
+BEST = 128
 
 
 def _unsupported_reason(inputs: SparseInputs) -> str | None:
-    size, budget = inputs.q_RLN.shape[2], inputs.seen.budget
+    size = inputs.q_RLN.shape[2]
+    budget = inputs.seen.budget
     rules = sum(bool(most) for most in budget[: Budget._fields.index("stride")])
     if size > SIZE:
         return f"keys of {size} channels; the kernels take {SIZE}"

@@ -83,10 +83,13 @@ class SSDChunkedRow(NamedTuple):
 
     def chunk(self, tokens: slice) -> DiscreteChunk:
         """Return consecutive tokens as a chunk, in the compute dtype."""
-        wide, groups = wide_type(self.x_BLHP), self.B_BLGN.shape[2]
-        x_BTHP, shifted_BTH = self.x_BLHP[:, tokens].to(wide), self.dt_BLH[:, tokens].to(wide) + self.dt_bias_H.to(wide)
+        wide = wide_type(self.x_BLHP)
+        groups = self.B_BLGN.shape[2]
+        x_BTHP = self.x_BLHP[:, tokens].to(wide)
+        shifted_BTH = self.dt_BLH[:, tokens].to(wide) + self.dt_bias_H.to(wide)
         delta_BTH = F.softplus(shifted_BTH)
-        A_H, D_H = self.A_H.to(wide), self.D_H.to(wide)
+        A_H = self.A_H.to(wide)
+        D_H = self.D_H.to(wide)
         starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
         core = DecayChunk(
             self.C_BLGN[:, tokens].to(wide).transpose(1, 2),
@@ -153,7 +156,8 @@ class DecayChunkedRow(NamedTuple):
 
     def chunk(self, tokens: slice) -> GivenChunk:
         """Return consecutive tokens as a chunk, in the compute dtype."""
-        wide, groups = wide_type(self.v_BLHP), self.k_BLGN.shape[2]
+        wide = wide_type(self.v_BLHP)
+        groups = self.k_BLGN.shape[2]
         v_BTHP = self.v_BLHP[:, tokens].to(wide)
         step_BTH1, own_step_BTH1 = (
             None if step_BLH is None else step_BLH[:, tokens].to(wide).unsqueeze(3)
@@ -207,7 +211,8 @@ class GivenChunk:
         of_v_BTHP = of.v_BGTV.transpose(1, 2).reshape(self.v_BTHP.shape)
         of_g_BTH = of.g_BGRT.flatten(1, 2).transpose(1, 2)
         if self.step_BTH1 is not None:
-            of_step_BTH, of_v_BTHP = (of_v_BTHP * self.v_BTHP).sum(-1), of_v_BTHP * self.step_BTH1
+            of_step_BTH = (of_v_BTHP * self.v_BTHP).sum(-1)
+            of_v_BTHP = of_v_BTHP * self.step_BTH1
         if self._own_worth is not None:
             of_v_BTHP = of_v_BTHP.addcmul(self._own_worth, grad_y_BTHP)
         of_k_q = of.k_BGTN.transpose(1, 2), of.q_BGTN.transpose(1, 2)

@@ -99,7 +99,10 @@ class DecayChunk:
     def __init__(
         self, q_BGTN: Tensor, k_BGTN: Tensor, v_BGTV: Tensor, g_BGRT: Tensor, sight: Sight, see_themselves: bool = True
     ) -> None:
-        self.q_BGTN, self.k_BGTN, self.v_BGTV, self.sight = q_BGTN, k_BGTN, v_BGTV, sight
+        self.q_BGTN = q_BGTN
+        self.k_BGTN = k_BGTN
+        self.v_BGTV = v_BGTV
+        self.sight = sight
         self.seen_BTT = sight.tokens_BTT if see_themselves else sight.tokens_BTT.tril(-1)
         self.heads = g_BGRT.shape[2]
         self.sum_BGRT = self._over_tokens(g_BGRT.double(), sight.tokens_BTT.mT)
@@ -156,7 +159,8 @@ class DecayChunk:
 
     def _backward_within(self, grad_y_BGTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the scores, v and S through the token pairs in the chunk."""
-        grad_y_BGRTP, between_BGRTT = self._by_head(grad_y_BGTV), self.between()
+        grad_y_BGRTP = self._by_head(grad_y_BGTV)
+        between_BGRTT = self.between()
         scores_BG1TT = self.scores().unsqueeze(2)
         grad_v_BGRTP = (scores_BG1TT * between_BGRTT).mT @ grad_y_BGRTP
         grad_mix_BGRTT = (grad_y_BGRTP @ self._by_head(self.v_BGTV).mT).mul_(between_BGRTT)

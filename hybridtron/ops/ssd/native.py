@@ -68,7 +68,9 @@ class NativeSSDRow(NamedTuple):
 
 @untraced  # torch.compile can't trace a call of compiled code
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-    x_BLHP, B_BLGN, wide = inputs.x_BLHP, inputs.B_BLGN, wide_type(inputs.x_BLHP)
+    x_BLHP = inputs.x_BLHP
+    B_BLGN = inputs.B_BLGN
+    wide = wide_type(inputs.x_BLHP)
     A_H, D_H, dt_bias_H = (t.to(wide) for t in (inputs.A_H, inputs.D_H, inputs.dt_bias_H))
     state_BHNP = initial_state(x_BLHP, B_BLGN, inputs.state_BHPN).mT
     row = NativeSSDRow(x_BLHP, inputs.dt_BLH, A_H, B_BLGN, inputs.C_BLGN, D_H, dt_bias_H, None, None, state_BHNP)

@@ -66,8 +66,10 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """Return y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     wide = wide_type(x_BLHP)
-    x, delta_BLH = x_BLHP.to(wide), step_sizes(dt_BLH, dt_bias_H).to(wide)
-    steps_BLHP, g_BLH = delta_BLH.unsqueeze(3) * x, delta_BLH * A_H
+    x = x_BLHP.to(wide)
+    delta_BLH = step_sizes(dt_BLH, dt_bias_H).to(wide)
+    steps_BLHP = delta_BLH.unsqueeze(3) * x
+    g_BLH = delta_BLH * A_H
     y_BLHP, last_BHPN = decay_scan(DecayInputs(C_BLGN, B_BLGN, steps_BLHP, g_BLH, state_BHPN, documents_BL))
     return (y_BLHP + D_H.unsqueeze(1) * x).to(x_BLHP.dtype), last_BHPN
 
@@ -83,7 +85,8 @@ def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     q = q_BLGN.to(wide).repeat_interleave(heads_of_group, dim=2)
     k = k_BLGN.to(wide).repeat_interleave(heads_of_group, dim=2)
     decay_BLH = torch.exp(g_BLH.to(wide))
-    h_BHPN, starts_BL = initial_state(v_BLHP, k_BLGN, state_BHPN), document_starts(documents_BL)
+    h_BHPN = initial_state(v_BLHP, k_BLGN, state_BHPN)
+    starts_BL = document_starts(documents_BL)
     outputs = []
     for t in range(v.shape[1]):
         if starts_BL is not None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from hybridtron.ops.kernel_launch import ceil_div, own_kernels
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs
 
-MAX_HEAD, MAX_STATE = 128, 256  # maximum channels and state entries per head that fit beside a chunk's tokens
+# maximum channels and state entries per head that fit beside a chunk's tokens
+MAX_HEAD = 128
+MAX_STATE = 256
 
 
 def _unsupported_reason(inputs: SSDInputs) -> str | None:

@@ -60,8 +60,10 @@ class _NativeGate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        rows, grad_y = as_rows(gate_up), as_rows(grads[0])
-        found, (gate, up) = like(rows), rows.chunk(2, -1)
+        rows = as_rows(gate_up)
+        grad_y = as_rows(grads[0])
+        found = like(rows)
+        (gate, up) = rows.chunk(2, -1)
         grad_gate, grad_up = found.chunk(2, -1)
         task = _task(gate, up, ctx.multiplier)
         task.grad_y, task.grad_gate, task.grad_up = map(Tokens.of, (grad_y, grad_gate, grad_up))

@@ -27,7 +27,8 @@ BLOCK = 32  # tokens
 def angles(inputs: AngleInputs) -> Tensor:
     steps_BLH, rates_BLS, documents_BL = inputs
     rows, length, heads = steps_BLH.shape
-    wide, missing = wide_type(steps_BLH), -length % BLOCK
+    wide = wide_type(steps_BLH)
+    missing = -length % BLOCK
     turns_BLHS = steps_BLH.to(wide).unsqueeze(3) * rates_BLS.to(wide).unsqueeze(2)
     turns_BKTC = F.pad(turns_BLHS.flatten(2), (0, 0, 0, missing)).unflatten(1, (-1, BLOCK))
     document_BKT = _counted(documents_BL, rows, length, steps_BLH.device).unflatten(1, (-1, BLOCK))

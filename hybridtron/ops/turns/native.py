@@ -79,7 +79,8 @@ class _NativeAngles(torch.autograd.Function):
 def _call_angles(
     direction: str, steps_BLH: Tensor, rates_BLS: Tensor, starts_BL: Tensor | None, others: dict[str, Tensor]
 ) -> None:
-    (rows, length, heads), size = steps_BLH.shape, rates_BLS.shape[2]
+    (rows, length, heads) = steps_BLH.shape
+    size = rates_BLS.shape[2]
     task = AnglesTask(rows, length, heads, size, starts=address(starts_BL))
     tensors = {"steps": readable(steps_BLH), "rates": readable(rates_BLS)} | others
     for name, tensor in tensors.items():
@@ -92,29 +93,35 @@ class _NativeTurn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *fields: Tensor) -> tuple[Tensor, ...]:
         *tokens, k_bias_HN, q_bias_HN, angles_BLHS = fields
-        turns, made = _turns(angles_BLHS), []
+        turns = _turns(angles_BLHS)
+        made = []
         for x_BLGN, bias_HN in zip(tokens, (k_bias_HN, q_bias_HN), strict=True):
-            x_BLGN, bias_HN = readable(x_BLGN), bias_HN.to(turns[0].dtype).contiguous()
+            x_BLGN = readable(x_BLGN)
+            bias_HN = bias_HN.to(turns[0].dtype).contiguous()
             y_BLHN = x_BLGN.new_empty(*x_BLGN.shape[:2], *bias_HN.shape)
             task = _task(y_BLHN, x_BLGN.shape[2], turns)
             task.x, task.y, task.bias = Tokens.of(x_BLGN), Tokens.of(y_BLHN), bias_HN.data_ptr()
             call(f"turns_forward_{scalar(bias_HN.dtype)}", task, threads(y_BLHN.numel() / WORTH))
             made.append(y_BLHN)
         ctx.save_for_backward(angles_BLHS, *made)
-        ctx.groups, ctx.kinds = tokens[0].shape[2], [tensor.dtype for tensor in fields]
+        ctx.groups = tokens[0].shape[2]
+        ctx.kinds = [tensor.dtype for tensor in fields]
         return tuple(made)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         angles_BLHS, *made = ctx.saved_tensors
-        turns, of_tokens, of_biases = _turns(angles_BLHS), [], []
+        turns = _turns(angles_BLHS)
+        of_tokens = []
+        of_biases = []
         of_angles_BLHS = torch.empty_like(turns[0])
         for grad_BLHN, y_BLHN in zip(grads, made, strict=True):
             rows, length, heads, size = y_BLHN.shape
             of_x_BLGN = y_BLHN.new_empty(rows, length, ctx.groups, size)
             of_bias = of_angles_BLHS.new_empty(token_blocks(rows * length), heads, size)
-            task, grad_BLHN = _task(y_BLHN, ctx.groups, turns), readable(grad_BLHN)
+            task = _task(y_BLHN, ctx.groups, turns)
+            grad_BLHN = readable(grad_BLHN)
             task.y, task.grad_y, task.grad_x = map(Tokens.of, (y_BLHN, grad_BLHN, of_x_BLGN))
             task.grad_angles, task.add, task.grad_bias = Tokens.of(of_angles_BLHS), bool(of_tokens), of_bias.data_ptr()
             call(f"turns_backward_{scalar(of_bias.dtype)}", task, threads(y_BLHN.numel() / WORTH))

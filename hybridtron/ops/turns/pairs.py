@@ -41,7 +41,8 @@ class _Turn(torch.autograd.Function):
             _pairs(x_BLHN, angles_BLHS.shape[3]).mul_(there_BLHS)
             made.append(x_BLHN.to(x_BLGN.dtype))
         ctx.save_for_backward(angles_BLHS, *made)
-        ctx.groups, ctx.kinds = tokens[0].shape[2], (k_bias_HN.dtype, q_bias_HN.dtype)
+        ctx.groups = tokens[0].shape[2]
+        ctx.kinds = (k_bias_HN.dtype, q_bias_HN.dtype)
         return tuple(made)
 
     @staticmethod
@@ -49,10 +50,13 @@ class _Turn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         angles_BLHS, *made = ctx.saved_tensors
         back_BLHS = torch.polar(torch.ones_like(angles_BLHS), -angles_BLHS)
-        of_angles_BLHS, of_tokens, of_biases = torch.zeros_like(angles_BLHS), [], []
+        of_angles_BLHS = torch.zeros_like(angles_BLHS)
+        of_tokens = []
+        of_biases = []
         for grad_BLHN, y_BLHN, kind in zip(grads, made, ctx.kinds, strict=True):
             wide = torch.empty(grad_BLHN.shape, dtype=back_BLHS.real.dtype, device=grad_BLHN.device).copy_(grad_BLHN)
-            wide, y_BLHN = _even(wide), _even(at_least_fp32(y_BLHN))
+            wide = _even(wide)
+            y_BLHN = _even(at_least_fp32(y_BLHN))
             of_pairs = _pairs(wide, angles_BLHS.shape[3])
             pairs = _pairs(y_BLHN, angles_BLHS.shape[3])
             of_angles_BLHS += (pairs.conj() * of_pairs).imag

@@ -45,9 +45,13 @@ class TurnInputs(NamedTuple):
 
 def angles(inputs: AngleInputs) -> Tensor:
     """Return the angles of every token (B, L, H, S), in fp32 or float64."""
-    steps_BLH, rates_BLS, starts_BL = inputs.steps_BLH, inputs.rates_BLS, document_starts(inputs.documents_BL)
-    (rows, length, heads), size = steps_BLH.shape, rates_BLS.shape[2]
-    theta_BHS, every = steps_BLH.new_zeros(rows, heads, size, dtype=wide_type(steps_BLH)), []
+    steps_BLH = inputs.steps_BLH
+    rates_BLS = inputs.rates_BLS
+    starts_BL = document_starts(inputs.documents_BL)
+    (rows, length, heads) = steps_BLH.shape
+    size = rates_BLS.shape[2]
+    theta_BHS = steps_BLH.new_zeros(rows, heads, size, dtype=wide_type(steps_BLH))
+    every = []
     for t in range(length):
         if starts_BL is not None:
             theta_BHS = theta_BHS.masked_fill(starts_BL[:, t, None, None], 0)

@@ -96,7 +96,8 @@ class CommonWords(RulerTask):
     ) -> tuple[list[str], str]:
         """Draw `count` words, the first COMMON of which are common; returns the common ones and the numbered list."""
         words = random.sample(known, count)
-        common, others = words[:COMMON], words[COMMON:]
+        common = words[:COMMON]
+        others = words[COMMON:]
         shuffled = self.shuffled(common * repeats[0] + others * repeats[1], random)
         return common, numbered(shuffled).strip()
 

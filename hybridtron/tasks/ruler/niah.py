@@ -136,7 +136,8 @@ class Needles(RulerTask):
         """Return `count` needles as a haystack; their keys differ from the hidden ones."""
         lines = []
         while len(lines) < count:
-            key, value = drawn(self.keys, random), drawn(self.values, random)
+            key = drawn(self.keys, random)
+            value = drawn(self.values, random)
             lines += [NEEDLE.format(kind=self.values, key=key, value=value)] if key not in keys else []
         return lines
 

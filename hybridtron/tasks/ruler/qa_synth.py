@@ -41,7 +41,9 @@ QUESTIONS = {
     "dish": "What is the favourite dish of {who}?",
     "colour": "What is the favourite colour of {who}?",
 }
-ONSETS, VOWELS, ENDS = "bdfghklmnprstvz", "aeiou", "lnrs"
+ONSETS = "bdfghklmnprstvz"
+VOWELS = "aeiou"
+ENDS = "lnrs"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ PREFIX = (
     "the value {value}, they are: "
 )
 FAITHFUL_LINES = 10
-LETTERS, EXAMPLE_LETTERS = 5, 3
+LETTERS = 5
+EXAMPLE_LETTERS = 3
 MOST_LINKS = 2**10
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import NAMES, appearing, in_parts, write_bytes, write_tensors
 from hybridtron.checkpoint.manifest import FILE, CheckpointManifest, File, Meta, StoredShard, to_bytes
-from hybridtron.config.load import to_yaml
+from hybridtron.config.load import values_by_key
 from hybridtron.data.workers import prefetched
 from hybridtron.parallel.blocks import block
 
+NOT_SET = "not set"  # shown for a setting that only the other checkpoint has
 SHOWN = 48  # characters of a long value
 
 
@@ -89,7 +90,7 @@ def _around(text: str, place: int) -> str:
 
 
 def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, left value and right value for every metadata field and for each `config.yaml` line that differs."""
+    """Yield name, left value and right value for every metadata field and every setting, by its dotted key."""
     theirs: dict[str, Any] = dataclasses.asdict(right.meta)
     for name, value in dataclasses.asdict(left.meta).items():
         other = theirs[name]
@@ -98,12 +99,10 @@ def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, A
                 yield f"{name}.{key}", value.get(key), other.get(key)
         else:
             yield name, value, other
-    lines = [to_yaml(checkpoint.config).splitlines() for checkpoint in (left, right)]
-    for ours in dict.fromkeys(lines[0]):
-        if ours not in lines[1]:
-            key, _, value = ours.partition(":")
-            other = next((line.partition(":")[2] for line in lines[1] if line.partition(":")[0] == key), "none")
-            yield f"config.yaml {key.strip()}", value.strip(), other.strip()
+    left_settings = values_by_key(left.config)
+    right_settings = values_by_key(right.config)
+    for key in {**left_settings, **right_settings}:
+        yield f"config.yaml {key}", left_settings.get(key, NOT_SET), right_settings.get(key, NOT_SET)
 
 
 def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable[[int, int], None]) -> int:

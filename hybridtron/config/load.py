@@ -129,6 +129,22 @@ def to_plain(config: Config) -> dict[str, Any]:
     return plain
 
 
+def values_by_key(config: Config) -> dict[str, Any]:
+    """Return every value of the configuration by its dotted key, such as `phases.0.seq_len`."""
+    return dict(_plain_leaves(to_plain(config)))
+
+
+def _plain_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of a nested configuration, with its dotted key. An index into a list of sections is a key too."""
+    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+        value = {str(index): entry for index, entry in enumerate(value)}
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for name, entry in value.items():
+        yield from _plain_leaves(entry, f"{key}.{name}" if key else str(name))
+
+
 def _plain(value: Any) -> Any:
     """Convert a value recursively; enums become their names, tuples become lists."""
     if isinstance(value, dict):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.config.load import to_plain
+from hybridtron.config.load import values_by_key
 from hybridtron.config.resolve import last_step, phase_ending_at, resolve
 from hybridtron.config.schema import Config
 from hybridtron.problems import ConfigError, Problem
@@ -47,8 +46,8 @@ def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) 
 def check_unchanged(start: Checkpoint, config: Config) -> None:
     """Raise ConfigError if a finished run is started with keys that differ from its checkpoint and would do nothing."""
     step = start.meta.step
-    trained = dict(_leaves(to_plain(start.config)))
-    configured = dict(_leaves(to_plain(phase_ending_at(resolve(config), step).config)))
+    trained = values_by_key(start.config)
+    configured = values_by_key(phase_ending_at(resolve(config), step).config)
     if last_step(config) == step:
         configured["run.max_steps"] = trained.get("run.max_steps")
     problems = [
@@ -60,17 +59,6 @@ def check_unchanged(start: Checkpoint, config: Config) -> None:
         why = f"has finished at step {step}, so that nothing would be done with these keys: leave them as they were"
         cure = "a run of its own is run.name=NAME or run.dir=FOLDER, one from scratch here run.resume=never"
         raise ConfigError([*problems, Problem("run.dir", f"{why}; {cure}; phases or run.max_steps train further")])
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf of a nested configuration, with its dotted key. An index into a list of sections is a key too."""
-    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-        value = {str(index): entry for index, entry in enumerate(value)}
-    if not isinstance(value, dict):
-        yield key, value
-        return
-    for name, entry in value.items():
-        yield from _leaves(entry, f"{key}.{name}" if key else str(name))
 
 
 def _shown(values: dict[str, Any], key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
-from hybridtron.checkpoint.rewrite import in_short
+from hybridtron.checkpoint.manifest import read
+from hybridtron.checkpoint.rewrite import NOT_SET, differences, in_short
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.cli.main import main
+from hybridtron.config.load import to_yaml
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from tests.conftest import random_batch, small_run
@@ -96,6 +99,29 @@ def test_differences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (norms,) = (line.split(maxsplit=1)[1] for line in said.splitlines() if line.startswith(" norms"))
     assert re.fullmatch(r"1 values +2 values, the first 1 the same *", norms)
     assert max(map(len, said.splitlines())) <= 120
+
+
+def test_settings_are_compared_by_their_dotted_keys(run: Path) -> None:
+    """Report values that change places between two phases, and each setting of a phase that only one side has."""
+    config = small_run()
+    slow = replace(config.phases[0], lr=1e-3)
+    quick = replace(slow, lr=2e-3)
+    phases = {1: [slow, quick], 2: [quick, slow, slow]}
+    for step in phases:
+        (folder_of(run, step) / "config.yaml").write_text(to_yaml(replace(config, phases=phases[step])))
+    left, right = (Checkpoint(folder_of(run, step), read(folder_of(run, step))) for step in phases)
+    reported = {
+        difference.what.removeprefix("config.yaml "): (difference.left, difference.right)
+        for difference in differences(left, right)
+        if difference.what.startswith("config.yaml ")
+    }
+    third = {key: pair for key, pair in reported.items() if key.startswith("phases.2.")}
+    assert third["phases.2.lr"] == (NOT_SET, "0.001")
+    assert {before for before, _ in third.values()} == {NOT_SET}
+    swapped = {"phases.0.lr": ("0.001", "0.002"), "phases.1.lr": ("0.002", "0.001")}
+    assert reported == swapped | third
+    back = {difference.what: (difference.left, difference.right) for difference in differences(right, left)}
+    assert back["config.yaml phases.2.lr"] == ("0.001", NOT_SET)
 
 
 def test_long_values_are_said_in_short() -> None:

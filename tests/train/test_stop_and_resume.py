@@ -127,7 +127,7 @@ def test_on_the_same_layout_nothing_shows(
     assert ours is not None
     assert theirs is not None
     assert ours.meta == theirs.meta
-    assert {difference.what for difference in differences(ours, theirs)} == {"config.yaml dir"}
+    assert {difference.what for difference in differences(ours, theirs)} == {"config.yaml run.dir"}
 
 
 PAIRS = [

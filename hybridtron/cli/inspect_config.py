@@ -179,7 +179,8 @@ def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None)
     for table in tables:
         table.box = box.SIMPLE_HEAD if console.is_terminal else None
         table.pad_edge = False
-        title, table.title = table.title, None
+        title = table.title
+        table.title = None
         console.print(f"\n{title}" if title else "", highlight=False)
         console.print(table)
     print_changes(config, console)
@@ -264,7 +265,8 @@ def _imbalance(config: Config) -> float:
 
 def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table:
     table = table_of("s a step (model)", "GB", "GB sent a step", "bubble", "settings", numbers_from=0)
-    table.columns[4].justify, table.columns[4].overflow = "left", "fold"
+    table.columns[4].justify = "left"
+    table.columns[4].overflow = "fold"
     table.title = f"the fastest of {len(fitting)} layouts that fit on {gpus} devices, by a model that leaves out scans"
     for layout in fitting[:SHOWN]:
         table.add_row(

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
-LEAST_DISK, LEAST_SHARED, LEAST_MEMORY, LEAST_FILES = 10 * GIB, GIB, 4 * GIB, 4096
+LEAST_DISK = 10 * GIB
+LEAST_SHARED = GIB
+LEAST_MEMORY = 4 * GIB
+LEAST_FILES = 4096
 
 
 @dataclass(frozen=True)

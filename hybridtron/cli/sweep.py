@@ -198,7 +198,8 @@ def draw(sweep: Sweep, shown: Sequence[results.Point], output: Path) -> None:
 
 def set_places(axes: Axes, places: dict[str, float]) -> None:
     """Label the x axis at the tried values; it is logarithmic if they span a factor of TIMES, as learning rates do."""
-    smallest, largest = min(places.values()), max(places.values())
+    smallest = min(places.values())
+    largest = max(places.values())
     if smallest > 0 and largest >= TIMES * smallest:
         axes.set_xscale("log")
     axes.set_xticks(list(places.values()), list(places))

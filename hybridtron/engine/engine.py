@@ -57,7 +57,8 @@ class Engine:
         phase: int = 0,
     ) -> None:
         parallel = with_overlap(config.parallel, groups.copies.size)
-        self.phases, self.groups = resolve(replace(config, parallel=parallel)), groups
+        self.phases = resolve(replace(config, parallel=parallel))
+        self.groups = groups
         self.config = config = self.phases[phase].config
         self.trained = self.phases[phase].trained
         self.device = compute_device()
@@ -97,7 +98,8 @@ class Engine:
         phase = self.phases[index]
         self.config = phase.config
         self.optimizer.settings = self.config.optim
-        self._seed, self._lanes = phase_seed(self.config.run.seed, index), lanes
+        self._seed = phase_seed(self.config.run.seed, index)
+        self._lanes = lanes
         self.carrier = None
         if phase.states.mode is not StateMode.zero:
             chunks = [stage.model.slice.layers for stage in self.stages]
@@ -152,7 +154,8 @@ class Engine:
         scalars = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens, *added.values())
         # the only point in a step at which the host waits for the device
         squares, total, tokens, *sums = torch.stack([value.reshape(()).double() for value in scalars]).tolist()
-        grad_norm, self.learned = squares**0.5, int(tokens)
+        grad_norm = squares**0.5
+        self.learned = int(tokens)
         self.mean_loss = total / tokens if tokens else math.nan
         self.auxiliary = {
             name: total_loss / tokens if tokens else math.nan for name, total_loss in zip(added, sums, strict=True)
@@ -203,7 +206,8 @@ class Engine:
         The groups are `model`, `optimizer`, `fp8` and `states`. A checkpoint is written from these views and read into
         them. All processes must call this together.
         """
-        groups, weights = self.groups, []
+        groups = self.groups
+        weights = []
         for name, weight in self._current_weights():
             parameter = self.optimizer.table[name]
             marked = cast(Any, weight)

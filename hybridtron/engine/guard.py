@@ -53,7 +53,8 @@ class Guard:
     def restart(self, norms: Sequence[float] = (), refused: int = 0) -> None:
         """Continue from a checkpoint's values, or start over without any: each phase has its own usual norms."""
         self.norms = deque(norms, maxlen=WINDOW)
-        self.refused, self.why = refused, None
+        self.refused = refused
+        self.why = None
 
     def _fault(self, norm: float, loss: float) -> str | None:
         """Return the reason to refuse a step; None to accept it."""

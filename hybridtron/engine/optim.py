@@ -47,7 +47,9 @@ class Optimizer:
         groups: Groups,
         dtype: torch.dtype,
     ) -> None:
-        self.stages, self.groups, self.dtype = stages, groups, dtype
+        self.stages = stages
+        self.groups = groups
+        self.dtype = dtype
         self.state_dtype = torch.promote_types(dtype, torch.float32)
         self.table = parameter_table(config.model)
         self.settings = config.optim  # of the current phase
@@ -194,7 +196,8 @@ def make_moments(inner: torch.optim.Optimizer, shards: Iterable[Shard]) -> None:
     """Allocate AdamW's state as Megatron's first step would, and give the shards access to it."""
     if isinstance(inner, torch.optim.AdamW):  # Megatron does not enable torch's fused implementation
         for group in inner.param_groups:
-            group["fused"], group["foreach"] = True, False
+            group["fused"] = True
+            group["foreach"] = False
     for shard in shards:
         if shard.master is not None:
             state = inner.state[shard.master]

@@ -57,7 +57,8 @@ class Stage(nn.Module):
         self.model = model
         self.config = config
         self.vp_stage = virtual_stage
-        self.pre_process, self.post_process = model.slice.first, model.slice.last
+        self.pre_process = model.slice.first
+        self.post_process = model.slice.last
         self.share_embeddings_and_output_weights = model.tied
         self.received: Tensor | None = None
         self.shared: SharedGradients | None = None  # covers all stages; set on the first stage of a rank

@@ -55,8 +55,12 @@ class Carrier:
         device: torch.device,
     ) -> None:
         """Prepare for stages with these layers, on a process that reads these lanes."""
-        self.settings, self.groups, self.device = phase.states, groups, device
-        self.lanes, self.all_lanes, self.rows = lanes, phase.lanes, phase.settings.micro_batch
+        self.settings = phase.states
+        self.groups = groups
+        self.device = device
+        self.lanes = lanes
+        self.all_lanes = phase.lanes
+        self.rows = phase.settings.micro_batch
         self.together = phase.chunks_together  # chunks of a lane in one forward pass
         self.seed = phase_seed(phase.config.run.seed, phase.index)
         parts = carried_parts(phase)
@@ -79,7 +83,9 @@ class Carrier:
 
     def begin(self, step: int) -> None:
         """Start a step: discard the records of a refused one."""
-        self._ended, self._sums, self._step = {}, {}, step
+        self._ended = {}
+        self._sums = {}
+        self._step = step
 
     def invalidate(self) -> None:
         """Discard the held states for tbtt, since the next step's rows don't continue where they ended.
@@ -131,7 +137,8 @@ class Carrier:
             self._take_over(self._find_nonfinite())
         elif self._sums:
             self._measure()
-        self._ended, self._sums = {}, {}
+        self._ended = {}
+        self._sums = {}
 
     def _find_nonfinite(self) -> Tensor:
         """Return 1 for every lane whose states are all finite and 0 for the others, the same on all ranks."""

@@ -49,7 +49,11 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__([{"params": []}], {})
         self.param_groups = groups  # set here, as torch's constructor rejects views of Megatron's buffers
-        self.rule, self.table, self.mesh, self.settings, self.kept = rule, table, mesh, settings, kept
+        self.rule = rule
+        self.table = table
+        self.mesh = mesh
+        self.settings = settings
+        self.kept = kept
         self.shards = {name: shard for name, shard in shards.items() if shard.weight.requires_grad}
         self.steps = 0  # number of accepted steps
         for name, shard in self.shards.items():

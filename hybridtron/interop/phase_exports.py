@@ -38,7 +38,8 @@ class PhaseExports:
 
     def run(self, name: str, step: int) -> None:
         """Export a phase if it has no up-to-date export; failures are logged, not raised."""
-        phase, output = self.wanted[name], self.run_dir / "export" / name
+        phase = self.wanted[name]
+        output = self.run_dir / "export" / name
         if exported_step(output) == phase.end_step:
             return
         if temporary_of(output).exists() and step < self.last_step:

@@ -36,7 +36,8 @@ class Heads(Mixer):
 
     def __init__(self, spec: HeadsSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.heads, self.tensor = spec, tensor
+        self.heads = spec
+        self.tensor = tensor
         self.head_dim, self.rotary_dim = spec.head(sizes), spec.rotary(sizes)
         queries, keys = spec.channels(sizes)
         whole_kv = spec.parameters(sizes)["kv.weight"].cut_over("tensor", tensor.size) is None
@@ -58,7 +59,8 @@ class Heads(Mixer):
         self.kv_conv_bias = nn.Parameter(torch.empty(len(self.kv_conv))) if spec.conv_bias else None
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        before, new = state or {}, State()
+        before = state or {}
+        new = State()
         parts = () if self.heads.conv else (self.own_keys, self.own_keys)
         q_BLC, *kv_BLC = (part.transpose(0, 1) for part in self.project(x_LBD, parts))
         gate_BLC = None if self.gate is None else kv_BLC.pop()
@@ -83,7 +85,8 @@ class Heads(Mixer):
             q = rms_norm(RMSNormInputs(q, self.q_norm_weight, self.heads.norm_eps))
             k = rms_norm(RMSNormInputs(k, self.k_norm_weight, self.heads.norm_eps))
         if self.kv_heads is not None:
-            k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
+            k = k[:, :, self.kv_heads]
+            v = v[:, :, self.kv_heads]
         if (rope := self.heads.positions) is not None:
             cos, sin = seq.rope(self.rotary_dim, rope)
             q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
@@ -158,7 +161,8 @@ class Attention(Heads):
 
     def __init__(self, spec: AttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
-        self.window, self.self_extend = spec.window, spec.self_extend
+        self.window = spec.window
+        self.self_extend = spec.self_extend
 
     def attend(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo

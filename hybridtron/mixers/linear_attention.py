@@ -44,7 +44,8 @@ class LinearAttention(Mixer):
 
     def __init__(self, shared: LinearAttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.shared, self.tensor = shared, tensor
+        self.shared = shared
+        self.tensor = tensor
         self.keys, self.values = (tensor.share(channels) for channels in shared.channels(sizes))
         self.heads, self.key_heads = tensor.share(shared.heads), tensor.share(shared.num_key_heads)
         self.scale = shared.head_sizes(sizes)[0] ** -0.5
@@ -55,7 +56,8 @@ class LinearAttention(Mixer):
         self.out_proj = row_parallel(shared.channels(sizes)[1], sizes.width, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        before, new = state or {}, State()
+        before = state or {}
+        new = State()
         x_LBD = enter(x_LBD, self.tensor)
         qkv_LBC, gate_LBV = self.projections(x_LBD)
         qkv_BLC = qkv_LBC.transpose(0, 1)

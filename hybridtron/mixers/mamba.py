@@ -37,7 +37,8 @@ class Mamba(Mixer):
 
     def __init__(self, spec: MambaSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.spec, self.tensor = spec, tensor
+        self.spec = spec
+        self.tensor = tensor
         inner, self.state, self.rank = spec.inner(sizes), spec.state, spec.rank(sizes)
         channels = tensor.share(inner)
         self.in_proj = column_parallel(sizes.width, 2 * inner, tensor)
@@ -75,10 +76,12 @@ class Mamba(Mixer):
             lambda h_BEN: selective_scan(inputs._replace(state_BEN=h_BEN)), before.get("ssm"), seq,
             lambda: scan_transition(inputs),
         )  # fmt: skip
-        new, aux = {"ssm": h_BEN, "conv": tail}, {}
+        new = {"ssm": h_BEN, "conv": tail}
+        aux = {}
         if self.spec.sparse is not None:
             shared = B_BLN.unsqueeze(2), C_BLN.unsqueeze(2), x_BLE
             k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
             attended_BLE, sparse_state, aux = self.sparse(*k_q_v, before, seq)
-            y_BLE, new = y_BLE + attended_BLE * F.silu(z_BLE), new | sparse_state
+            y_BLE = y_BLE + attended_BLE * F.silu(z_BLE)
+            new = new | sparse_state
         return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)

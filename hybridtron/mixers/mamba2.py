@@ -48,8 +48,10 @@ class Mamba2(Mixer):
 
     def __init__(self, spec: Mamba2Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.spec, self.tensor = spec, tensor
-        inner, heads = spec.inner(sizes), spec.num_heads(sizes)
+        self.spec = spec
+        self.tensor = tensor
+        inner = spec.inner(sizes)
+        heads = spec.num_heads(sizes)
         self.inner, self.heads = tensor.share(inner), tensor.share(heads)
         self.whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_over("tensor", tensor.size) is None
         self.groups_used = tensor.groups_used(heads, spec.groups) if self.whole_groups else slice(None)
@@ -110,7 +112,8 @@ class Mamba2(Mixer):
             shared = B_BLGN, C_BLGN, x_BLE
             k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
             attended_BLE, sparse_state, aux = self.sparse(*k_q_v, before, seq)
-            y_BLHP, new = y_BLHP + attended_BLE.view_as(y_BLHP), new | sparse_state
+            y_BLHP = y_BLHP + attended_BLE.view_as(y_BLHP)
+            new = new | sparse_state
         y_BLE = self._normed(y_BLHP, z_BLE) if self.spec.norm else gated_alone(y_BLHP, z_BLE)
         return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
 
@@ -136,7 +139,9 @@ class Mamba2(Mixer):
 
     def _normed_over_ranks(self, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
         """Apply the gated norm in two steps, with the squares' sum over ranks between them."""
-        spec, groups, heads = self.spec, self.spec.groups, self.heads * self.tensor.size
+        spec = self.spec
+        groups = self.spec.groups
+        heads = self.heads * self.tensor.size
         squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))
         head_H = torch.arange(self.heads, device=y_BLHP.device) + self.tensor.rank * self.heads
         group_HG = head_H.unsqueeze(1) * groups // heads == torch.arange(groups, device=y_BLHP.device)

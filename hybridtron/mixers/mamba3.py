@@ -42,8 +42,10 @@ class Mamba3(Mixer):
 
     def __init__(self, spec: Mamba3Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.spec, self.tensor = spec, tensor
-        inner, heads = spec.inner(sizes), spec.num_heads(sizes)
+        self.spec = spec
+        self.tensor = tensor
+        inner = spec.inner(sizes)
+        heads = spec.num_heads(sizes)
         self.inner, self.heads = tensor.share(inner), tensor.share(heads)
         whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_over("tensor", tensor.size) is None
         self.groups_used = tensor.groups_used(heads, spec.groups) if whole_groups else slice(None)
@@ -98,7 +100,8 @@ class Mamba3(Mixer):
         seq: SeqInfo,
     ) -> tuple[Tensor, State]:
         """Return the outputs of this rank's heads (B, L, H, P), including D x, and their state after the row."""
-        B_bias_HN, C_bias_HN = self.B_bias.squeeze(1), self.C_bias.squeeze(1)
+        B_bias_HN = self.B_bias.squeeze(1)
+        C_bias_HN = self.C_bias.squeeze(1)
         k_BLHN, q_BLHN = turn_pairs(TurnInputs(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, turns.angles_BLHS))
         step_BLH = steps.end_BLH + of_next_token(steps.start_BLH, seq.documents_BL)
         last_B = B_BLGN[:, -1].repeat_interleave(self.heads // B_BLGN.shape[2], dim=1) + B_bias_HN
@@ -132,7 +135,8 @@ def trapezoid(dt_BLH: Tensor, a_BLH: Tensor, trap_BLH: Tensor) -> Trapezoid:
     """Compute the trapezoid from its projections; `dt_BLH` includes its bias."""
     delta_BLH = F.softplus(dt_BLH)
     A_BLH = -torch.where(a_BLH >= 0, 1 + a_BLH, 1 / (1 + a_BLH.abs()))
-    end_BLH, start_BLH = delta_BLH * torch.sigmoid(trap_BLH), delta_BLH * torch.sigmoid(-trap_BLH)
+    end_BLH = delta_BLH * torch.sigmoid(trap_BLH)
+    start_BLH = delta_BLH * torch.sigmoid(-trap_BLH)
     return Trapezoid(delta_BLH, delta_BLH * A_BLH, end_BLH, start_BLH)
 
 

@@ -32,7 +32,8 @@ class RetNet(LinearAttention):
         """Run retention as SSD's recurrence, with the same decay at every token."""
         _, q_BLHN, k_BLHN, v_BLHP, state, seq = given
         rows, length, heads, keys = k_BLHN.shape
-        wide, device = wide_type(v_BLHP), v_BLHP.device
+        wide = wide_type(v_BLHP)
+        device = v_BLHP.device
         cos_BLk, sin_BLk = seq.rope_in_row(keys, self.rope_base, wide)
         q_BLHN, k_BLHN = (
             apply_rope(RopeInputs(x, cos_BLk[:, :-1], sin_BLk[:, :-1])) for x in (q_BLHN * self.scale, k_BLHN)

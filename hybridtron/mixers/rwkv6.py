@@ -48,7 +48,8 @@ class RWKV6(Mixer):
         self.out_proj = row_parallel(width, width, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        before, new = state or {}, State()
+        before = state or {}
+        new = State()
         x_LBD = enter(x_LBD, self.tensor)
         before_LBD, new["shift"] = token_before(x_LBD, before.get("shift"), seq)
         r_LBD, w_LBD, k_LBD, v_LBD, g_LBD = self.streams(x_LBD, before_LBD - x_LBD)

@@ -54,7 +54,8 @@ class SpanAttention(Heads):
 
     def __init__(self, spec: SpanSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
-        self.spec, self.layer = spec, sizes.layer
+        self.spec = spec
+        self.layer = sizes.layer
         head_count = tensor.share(spec.heads)
         self.own_heads = slice(tensor.rank * head_count, (tensor.rank + 1) * head_count)
         used = tensor.groups_used(spec.heads, spec.groups())
@@ -126,9 +127,11 @@ class SpanAttention(Heads):
         share = seq.share
         if share is None:
             return rows, chosen
-        segments, choices = [], []
+        segments = []
+        choices = []
         for number, segment in enumerate(rows.segments):
-            start, stop = max(segment.start, share.first), min(segment.stop, share.first + share.length)
+            start = max(segment.start, share.first)
+            stop = min(segment.stop, share.first + share.length)
             if start >= stop:
                 continue
             seen_count, kept_count = (before + start - segment.start for before in (segment.seen, segment.kept))
@@ -136,7 +139,8 @@ class SpanAttention(Heads):
             own_segment = SpanSegment(segment.rows, start - share.first, stop - share.first, seen_count, kept_count)
             segments.append(own_segment)
             if chosen:
-                chunks, first = rows.chunks(own_segment), rows.chunks(segment).start
+                chunks = rows.chunks(own_segment)
+                first = rows.chunks(segment).start
                 blocks = chosen[number]
                 choices.append(None if blocks is None else blocks[:, :, chunks.start - first : chunks.stop - first])
         return rows._replace(segments=segments), choices
@@ -208,7 +212,8 @@ def known_of_shares(
     shape = len(queries), blocks.whole + blocks.counted, *queries.shape[2:]
     table = torch.zeros(shape, dtype=at_least_fp32(queries).dtype, device=queries.device)
     if blocks.begin < blocks.end:
-        behind_q, behind_k = before_BTHK.shape[1] - share.first, k_BSGK.shape[1] - share.length - share.first
+        behind_q = before_BTHK.shape[1] - share.first
+        behind_k = k_BSGK.shape[1] - share.length - share.first
         asking = queries[:, blocks.tokens.start + behind_q : blocks.tokens.stop + behind_q]
         key_slice = slice(blocks.tokens.start + behind_k, blocks.tokens.stop + behind_k)
         k, v = (x[segment.rows, key_slice] for x in (k_BSGK, v_BSGK))

@@ -53,7 +53,8 @@ class SparseBranch(nn.Module):
     ) -> None:
         super().__init__()
         self.options, self.budget, self.ranks = options, Budget(**options.budget), tensor.size
-        self.layer, self.size = sizes.layer, size
+        self.layer = sizes.layer
+        self.size = size
         self.gate = nn.Parameter(torch.empty(channels))
         if options.scored:
             self.weight_1, self.weight_2 = (nn.Parameter(torch.empty(2 * size, 2 * size)) for _ in range(2))
@@ -64,11 +65,13 @@ class SparseBranch(nn.Module):
         self, k_BLGN: Tensor, q_BLGN: Tensor, v_BLE: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State, dict[str, Tensor]]:
         """Return gate * y (B, L, E), the state to carry, and in training the ranking loss."""
-        batch, groups = len(q_BLGN), q_BLGN.shape[2]
+        batch = len(q_BLGN)
+        groups = q_BLGN.shape[2]
         q_RLN, k_RLN = (_rows(x_BLGN) for x_BLGN in (q_BLGN, k_BLGN * self.size**-0.5))
         documents_RL, places_RL = (x_BL.repeat_interleave(groups, dim=0) for x_BL in _documents(seq))
         keys = SparseKeys(k_RLN, _rows(v_BLE.unflatten(-1, (groups, -1))), documents_RL, places_RL)
-        new, aux = State(), dict[str, Tensor]()
+        new = State()
+        aux = dict[str, Tensor]()
         if self.options.scored:
             scores_RL, sums_RN = self._scores(q_RLN, k_RLN, documents_RL, before, seq)
             new["sparse_queries"] = sums_RN.unflatten(0, (batch, groups))
@@ -141,7 +144,8 @@ class SparseBranch(nn.Module):
 
         Tensor-parallel ranks sum the scoring weights' gradients, which makes the total a mean over ranks.
         """
-        (batch, length), share = seq.positions_BL.shape, seq.share
+        (batch, length) = seq.positions_BL.shape
+        share = seq.share
         first, whole = (0, length) if share is None else (share.first, share.size * length)
         seed = seq.number(f"candidates/{self.layer}")
         chosen_BC = candidates(seed, batch, whole, self.budget.best, q_RLN.device)
@@ -203,7 +207,8 @@ def _earlier(kept: SparseMemory, behind_R: Tensor, share: RowShare) -> Iterator[
     scores = [] if kept.scores_RM is None else [kept.scores_RM]
     parts = zip(*(earlier_shares(x, share) for x in (entries_RMC, kept.places_RM, *scores)), strict=True)
     for hop, (entries, places_RM, *own_scores) in zip(range(share.size - 1, 0, -1), parts, strict=True):
-        keys, values = entries[..., :size], entries[..., size:]
+        keys = entries[..., :size]
+        values = entries[..., size:]
         memory = SparseMemory(keys, values, places_RM, behind_R, *own_scores)
         yield _where(behind_R > (hop - 1) * share.length, memory)
 

@@ -17,7 +17,8 @@ class SwiGLU(Mixer):
 
     def __init__(self, spec: SwiGLUSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.tensor, self.multiplier = tensor, spec.gate_multiplier
+        self.tensor = tensor
+        self.multiplier = spec.gate_multiplier
         self.gate_up = column_parallel(sizes.width, 2 * spec.hidden, tensor)
         self.down = row_parallel(spec.hidden, sizes.width, tensor)
 

@@ -130,7 +130,9 @@ class Prompts:
 
     def read(self, read: Read, chunk: int) -> tuple[Tensor, States]:
         """Read the prompts chunk by chunk; return the logits after them and the states."""
-        length, states, logits_BV = self.tokens_BL.shape[1], None, None
+        length = self.tokens_BL.shape[1]
+        states = None
+        logits_BV = None
         for first in range(0, length, chunk):
             last = min(first + chunk, length)
             logits_BV, states = read(self.tokens_BL[:, first:last], states, self.seq(first, last))

@@ -75,16 +75,21 @@ class LanguageModel(nn.Module):
         super().__init__()
         arch = architecture(config)
         tensor = model_slice.tensor
-        self.slice, self.recompute = model_slice, recompute
-        self.tied, self.residual_fp32 = config.tie_embeddings, config.residual_fp32
-        self.embedding_multiplier, self.logits_scaling = config.embedding_multiplier, config.logits_scaling
+        self.slice = model_slice
+        self.recompute = recompute
+        self.tied = config.tie_embeddings
+        self.residual_fp32 = config.residual_fp32
+        self.embedding_multiplier = config.embedding_multiplier
+        self.logits_scaling = config.logits_scaling
         if model_slice.first:
             self.embedding = embedding(config.vocab_size, config.width, tensor)
         elif model_slice.last and self.tied:
             self.embedding = Head(config.width, config.vocab_size, tensor)
         layers = range(len(arch.specs)) if model_slice.layers is None else model_slice.layers
         stack = Stack(arch, layers, config.norm_eps, tensor, recompute, offload, config.residual_multiplier)
-        self.shared, self.layers = share_weights(stack, arch), stack  # this order gives shared weights their names
+        # this order gives shared weights their names
+        self.shared = share_weights(stack, arch)
+        self.layers = stack
         self.carries_embedding = arch.carries_embedding
         if model_slice.last:
             self.norm = RMSNorm(config.width, config.norm_eps)

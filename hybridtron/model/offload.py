@@ -32,7 +32,8 @@ class _Storage:
     """A saved storage, on the device or on the host. It lives as long as an autograd node needs it."""
 
     def __init__(self, owner: OffloadedSublayer, flat: Tensor) -> None:
-        self.owner, self.flat = owner, flat
+        self.owner = owner
+        self.flat = flat
 
 
 class _View(NamedTuple):
@@ -61,7 +62,8 @@ class OffloadedSublayer:
     def store(self) -> None:
         """Copy all saved storages to the host, asynchronously."""
         storages = list(self._kept.values())
-        self._leaving, self._is_away = [storage.flat for storage in storages], True
+        self._leaving = [storage.flat for storage in storages]
+        self._is_away = True
         pinned = compute_device().type == "cuda"
         self._copy(storages, [torch.empty_like(storage.flat, device="cpu", pin_memory=pinned) for storage in storages])
 

@@ -107,7 +107,8 @@ class Residual(nn.Module):
     ) -> None:
         super().__init__()
         self.shows_norm = shows_norm
-        self.norm_after, self.multiplier = spec.norm_after, multiplier * spec.output_multiplier
+        self.norm_after = spec.norm_after
+        self.multiplier = multiplier * spec.output_multiplier
         self.norm = StreamNorm(sizes.width, norm_eps)
         self.mixer = build_mixer(spec, sizes, tensor)
 
@@ -179,7 +180,8 @@ class Feeder(nn.Module):
 
 def sub_layer(arch: Architecture, index: int, norm_eps: float, tensor: TensorGroup, multiplier: float) -> nn.Module:
     """Build the sub-layer at this index in the model."""
-    spec, sizes = arch.specs[index], arch.sizes_at(index)
+    spec = arch.specs[index]
+    sizes = arch.sizes_at(index)
     if spec.feeds_next:
         return Feeder(spec, sizes, tensor)
     if spec.beside:
@@ -248,7 +250,8 @@ class Stack(nn.ModuleDict):
                 out = layer(*inputs, state, seq)
                 offloaded.end(out.stream.newest_LBD, None)
             stream = stream.joined(out.stream.newest_LBD) if is_beside else out.stream
-            new_states[index], normed_LBD = out.state, out.normed_LBD
+            new_states[index] = out.state
+            normed_LBD = out.normed_LBD
             for key, loss in out.aux.items():
                 total_aux[key] = total_aux[key] + loss if key in total_aux else loss
         offloaded.close()

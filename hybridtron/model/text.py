@@ -68,7 +68,8 @@ class TextOfRow:
         pending = self._held + new
         certain = len(pending)
         if places := [place for stop in self.stops if (place := pending.find(stop)) >= 0]:
-            certain, self.ended = min(places), "stop"
+            certain = min(places)
+            self.ended = "stop"
         elif not self.ended:
             partial_stops = (n for stop in self.stops for n in range(1, len(stop)) if pending.endswith(stop[:n]))
             certain -= max(partial_stops, default=0)

@@ -62,7 +62,8 @@ class AccumulatedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (x_TI,), weight_OI = ctx.saved_tensors, ctx.weight_OI
+        (x_TI,) = ctx.saved_tensors
+        weight_OI = ctx.weight_OI
         needs_x, needs_weight = ctx.needs_input_grad
         flat_TO = grad_TO.flatten(0, -2)
         dx = matrix_product(ProductInputs(flat_TO, weight_OI)).view(*grad_TO.shape[:-1], -1) if needs_x else None

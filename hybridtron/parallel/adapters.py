@@ -50,7 +50,8 @@ class Adapter(nn.Module):
 
     def __init__(self, layer: str, sizes: AdapterSizes) -> None:
         super().__init__()
-        self.layer, self.sizes = layer, sizes
+        self.layer = layer
+        self.sizes = sizes
         rows = self._rows()
         self.A = nn.Parameter(torch.empty(len(rows) * sizes.rank, sizes.inputs))
         self.B = nn.Parameter(torch.empty(sum(rows), sizes.rank))
@@ -81,7 +82,8 @@ class Adapter(nn.Module):
 
     def _factors(self, M: Tensor, weight: Tensor) -> Tensor:
         """Return DoRA's factor of every output channel; 1 for the parts that are not adapted."""
-        sizes, rows = self.sizes, self._rows()
+        sizes = self.sizes
+        rows = self._rows()
         pieces = zip(self.A.split(sizes.rank), self.B.split(rows), M.split(rows), strict=True)
         row_factors = []
         for part, part_weight in zip(sizes.parts, weight.split([part.rows for part in sizes.parts]), strict=True):
@@ -123,7 +125,8 @@ class DroppedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, A, tokens, channels) = grads, ctx.saved_tensors
+        (grad,) = grads
+        (x, A, tokens, channels) = ctx.saved_tensors
         dx = dA = None
         if ctx.needs_input_grad[0]:  # Megatron all-reduces in place, so this must be contiguous
             dx = dropout(DropoutInputs(grad @ A, tokens, channels, ctx.share)).contiguous()

@@ -44,7 +44,8 @@ def weight_blocks(
         runs = held_runs(parameter, cut, mesh[cut.over])
         rectangles = [full for rectangle in rectangles for full in _in_full(rectangle, cut.axis, runs)]
     rectangles = list(rectangles)
-    blocks, start = [], 0
+    blocks = []
+    start = 0
     for key, shape in parameter.stored(name).items():
         part_rows = range(start, start + shape[0])
         inside = [of_whole for rectangle in rectangles for of_whole in _within(rectangle, part_rows)]
@@ -91,7 +92,8 @@ def writes(name: str, groups: Groups, cuts: Sequence[Cut], copied_over_data: boo
     A hash of the name picks the rank, so that names are spread evenly over the copies.
     """
     data = [groups.copies] if copied_over_data else []
-    copies, own_copy = 1, 0
+    copies = 1
+    own_copy = 0
     for ranks in [*_copied(groups.mesh, cuts), *data]:
         own_copy += copies * ranks.rank
         copies *= ranks.size
@@ -113,7 +115,8 @@ def flat_rectangles(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[
     if len(shape) == 1:
         yield Rectangle((start,), flat)
         return
-    row, at = math.prod(shape[1:]), 0
+    row = math.prod(shape[1:])
+    at = 0
     while at < len(flat):
         index, inside = divmod(start + at, row)
         if inside or len(flat) - at < row:
@@ -148,7 +151,8 @@ def _within(rectangle: Rectangle, rows: range) -> Iterator[Rectangle]:
 def _overlap(rectangle: Rectangle, axis: int, entries: range) -> Rectangle | None:
     """Return the part of a rectangle that lies in a range of one axis, or None if they do not overlap."""
     first = rectangle.offset[axis]
-    low, high = max(first, entries.start), min(first + rectangle.data.shape[axis], entries.stop)
+    low = max(first, entries.start)
+    high = min(first + rectangle.data.shape[axis], entries.stop)
     if low >= high:
         return None
     return _moved(Rectangle(rectangle.offset, rectangle.data.narrow(axis, low - first, high - low)), axis, low - first)

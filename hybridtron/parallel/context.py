@@ -68,12 +68,11 @@ def seq_of_share(seq: SeqInfo, context: ContextGroup) -> SeqInfo:
     rows, length = seq.positions_BL.shape
     shard = own_tokens(length, context)
     device = seq.positions_BL.device
-    first, share_length = shard.start, shard.stop - shard.start
+    first = shard.start
+    share_length = shard.stop - shard.start
     if documents_BL is None:
-        behind_B, unbroken_B = (
-            torch.full((rows,), first, device=device),
-            torch.ones(rows, dtype=torch.bool, device=device),
-        )
+        behind_B = torch.full((rows,), first, device=device)
+        unbroken_B = torch.ones(rows, dtype=torch.bool, device=device)
     else:
         shard_BL = documents_BL[:, shard]
         behind_B = (documents_BL[:, :first] == shard_BL[:, :1]).sum(1)
@@ -130,7 +129,8 @@ def state_before(added: Tensor, transition: StateTransition | None, state: Tenso
     through = transition._replace(values=values if share.rank else values + identity)
     hop = 1
     while hop < share.size - 1:
-        earlier, earlier_added = _shifted(through.values, share, hop), _shifted(added, share, hop)
+        earlier = _shifted(through.values, share, hop)
+        earlier_added = _shifted(added, share, hop)
         earlier = earlier if share.rank >= hop else earlier + identity
         added = added + through.apply(earlier_added)
         through = through._replace(values=through.apply(earlier))
@@ -253,7 +253,8 @@ class _Shifted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: RowShare, hop: int) -> Tensor:
-        ctx.share, ctx.hop = share, hop
+        ctx.share = share
+        ctx.hop = hop
         return _exchanged(x, share, hop)
 
     @staticmethod

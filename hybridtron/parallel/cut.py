@@ -91,7 +91,8 @@ def held_runs(sharded: Sharded, over: Cut, ranks: RankGroup) -> list[range]:
     if over.readers is not None:
         used = ranks.groups_used(over.readers, *sizes)
         return [range(used.start, used.stop)] if isinstance(used, slice) else [range(h, h + 1) for h in used]
-    runs, start = [], 0
+    runs = []
+    start = 0
     for size in sizes:
         share = size // ranks.size
         runs.append(range(start + ranks.rank * share, start + (ranks.rank + 1) * share))

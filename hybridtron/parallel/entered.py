@@ -47,7 +47,8 @@ class EnteredProducts(torch.autograd.Function):
     def forward(ctx: Any, x_LBD: Tensor, entry: Entry, *weights: Tensor) -> tuple[Tensor, ...]:
         whole_LBD, _ = _gathered(x_LBD, entry) if entry.sequence else (x_LBD, None)
         # The weights themselves: a saved tensor may come back as another object, without `main_grad`.
-        ctx.entry, ctx.weights = entry, weights
+        ctx.entry = entry
+        ctx.weights = weights
         learns = any(ctx.needs_input_grad[2:])  # frozen weights need no saved input
         ctx.save_for_backward(None if not learns else x_LBD if entry.again else whole_LBD)
         pairs = zip(weights, entry.sizes, strict=True)
@@ -55,7 +56,9 @@ class EnteredProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        entry, weights, (x_LBD,) = ctx.entry, ctx.weights, ctx.saved_tensors
+        entry = ctx.entry
+        weights = ctx.weights
+        (x_LBD,) = ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad
         gathering = summing = None
         if entry.again and any(needs):

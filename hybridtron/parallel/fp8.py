@@ -33,7 +33,8 @@ from torch.distributed import ProcessGroup
 
 from hybridtron.config.choices import Precision
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 TILE = 128
 
 
@@ -214,7 +215,8 @@ class _Product(torch.autograd.Function):
         # Tiles along the tokens serve W's gradient alone, so without training the number of tokens is arbitrary.
         if rounding.training:
             ctx.save_for_backward(*rounding.again(x_TI, Role.x, x), *weight)
-            ctx.rounding, ctx.dtypes = rounding, (x_TI.dtype, weight_OI.dtype)
+            ctx.rounding = rounding
+            ctx.dtypes = (x_TI.dtype, weight_OI.dtype)
         return y_TO.to(x_TI.dtype)
 
     @staticmethod

@@ -31,7 +31,8 @@ class Delayed(ScalingStatistics):
     """Statistics of emulated projections, by weight name; kept in two tensors, so that one collective suffices."""
 
     def __init__(self, projections: Mapping[str, Fp8Linear], fp8: Fp8, device: torch.device) -> None:
-        self.names, self.group = list(projections), fp8.group
+        self.names = list(projections)
+        self.group = fp8.group
         self.history_PRH = torch.zeros(len(self.names), ROLES, fp8.history, device=device)
         self.scale_PR = torch.ones(len(self.names), ROLES, device=device)
         self.largest_R = torch.tensor([torch.finfo(dtype).max for dtype in FORMATS.values()], device=device)

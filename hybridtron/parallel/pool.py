@@ -142,7 +142,8 @@ def _collect(job: list[_Worker], deadline: float) -> dict[int, Any]:
             try:
                 success, value = pickle.loads(connection.recv_bytes())
             except (EOFError, ConnectionResetError):
-                success, value = False, "the process died"
+                success = False
+                value = "the process died"
             if success:
                 results[rank] = value
             elif failure is None:

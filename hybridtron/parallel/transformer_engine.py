@@ -38,7 +38,9 @@ RECIPES = {
     Precision.fp8_block: "Float8BlockScaling",
 }
 QUANTIZATION = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # the latter before 2.9
-FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"  # keys of the package; columns: x 0 and W 1, dy 0
+# keys of the package; columns: x 0 and W 1, dy 0
+FORWARD = "scaling_fwd"
+BACKWARD = "scaling_bwd"
 
 
 class InFp8(CachedWeight):
@@ -63,9 +65,13 @@ def region(fp8: Fp8) -> AbstractContextManager[Any]:
     """Return the context in which the package's layers multiply in FP8; its name depends on the package's version."""
     package = _package()
     if hasattr(package, "autocast"):
-        enter, recipe, group = package.autocast, "recipe", "amax_reduction_group"
+        enter = package.autocast
+        recipe = "recipe"
+        group = "amax_reduction_group"
     else:
-        enter, recipe, group = package.fp8_autocast, "fp8_recipe", "fp8_group"
+        enter = package.fp8_autocast
+        recipe = "fp8_recipe"
+        group = "fp8_group"
     parameters = inspect.signature(enter).parameters
     assert recipe in parameters, f"transformer_engine's {enter.__name__} takes {list(parameters)}"
     assert group in parameters, f"transformer_engine's {enter.__name__} takes {list(parameters)}"
@@ -74,7 +80,8 @@ def region(fp8: Fp8) -> AbstractContextManager[Any]:
 
 def fp8_fault(recipe: Precision) -> str | None:
     """Return why this process can't multiply in FP8, or None if it can."""
-    package, recipes = optional_package("transformer_engine.pytorch"), optional_package(RECIPE_PACKAGE)
+    package = optional_package("transformer_engine.pytorch")
+    recipes = optional_package(RECIPE_PACKAGE)
     if package.module is None or recipes.module is None:
         return f"transformer_engine is {package.reason if package.module is None else recipes.reason}"
     if not hasattr(recipes.module, RECIPES[recipe]):
@@ -162,7 +169,8 @@ def _class(fp8: Fp8 | None) -> Any:
             with region(fp8):
                 if not (fp8.cache_weights and torch.is_grad_enabled()):
                     return super().forward(x)
-                is_first, self.is_first = self.is_first, False
+                is_first = self.is_first
+                self.is_first = False
                 return super().forward(x, is_first_microbatch=is_first)
 
     return Linear

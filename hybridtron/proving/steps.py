@@ -77,7 +77,8 @@ def random_batches(config: Config) -> list[Batch]:
     """Return the micro-batches for one step of the first phase: random tokens without masks."""
     phase = config.phases[0]
     generator = torch.Generator().manual_seed(0)
-    rows, length = phase.micro_batch, phase.seq_len
+    rows = phase.micro_batch
+    length = phase.seq_len
     batches = []
     for _ in range(phase.global_batch // rows):
         tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)

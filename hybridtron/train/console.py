@@ -21,7 +21,8 @@ class ConsoleSink:
     def __init__(self, log_every: int, first_step: int, last_step: int) -> None:
         self.console = Console()
         self.first_step, self.began = first_step, time.monotonic()
-        self.log_every, self.last_step = log_every, last_step
+        self.log_every = log_every
+        self.last_step = last_step
         self.bar: Progress | None = None
         if self.console.is_terminal:
             columns = [

@@ -27,7 +27,8 @@ class Engines:
     """Builds the engines of a run's phases and holds one at a time, since memory has no room for two."""
 
     def __init__(self, config: Config, groups: Groups) -> None:
-        self.config, self.groups = config, groups
+        self.config = config
+        self.groups = groups
         self._now: Engine | None = None
 
     @property

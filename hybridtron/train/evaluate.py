@@ -54,7 +54,8 @@ def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[di
     Losses by source are those at the first length. A mean over no learned tokens is nan by length, and left out by
     source.
     """
-    run, settings = phase.config.run, phase.settings
+    run = phase.config.run
+    settings = phase.settings
     documents = phase.documents
     tokens = parse_tokens(run.eval_tokens)
     piece = settings.seq_len * max(run.eval_lengths)
@@ -79,7 +80,8 @@ def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> l
     All ranks get equally many, a multiple of the pipeline stages, and all batches have the same shape. Masked rows,
     which do not count in the loss, fill the gaps.
     """
-    ranks, stages = engine.groups.data_size, engine.groups.pipeline_size
+    ranks = engine.groups.data_size
+    stages = engine.groups.pipeline_size
     batches_per_rank = math.ceil(len(batches) / (ranks * stages)) * stages
     full = [(part, padded(batch, rows)) for part, batch in batches]
     part, first = full[0]

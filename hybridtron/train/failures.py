@@ -49,7 +49,8 @@ class Failures:
     """Records how this rank of a run ends: in outcome.json, and in its own files in logs/."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        self.run_dir, self.rank = run_dir, rank
+        self.run_dir = run_dir
+        self.rank = rank
         self.places: list[tuple[str, int]] = []  # host and process id of every rank; empty until all have joined
         self.progress = Progress()
 

@@ -31,7 +31,8 @@ from hybridtron.train.launcher import GRACE_S
 FILE = ".lock"
 PATIENCE_S = GRACE_S + 10.0  # a start waits until an orphan of a killed launcher has ended
 SLURM_PATIENCE_S = 120.0  # batch jobs can wait; NFS keeps a dead node's locks for its lease of 90 s
-BEAT_S, STALE_S = 2.0, 20.0
+BEAT_S = 2.0
+STALE_S = 20.0
 SETTLE_S = 1.0  # after which two processes that replace a dead holder at once see which of them wrote last
 LOOK_S = 0.2  # between attempts to take the lock
 SIZE = 512  # bytes of the file: constant, so that one write replaces a record
@@ -46,7 +47,9 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, given_up: Callable[[], bool] = lambda: False) -> None:
-        self.run_dir, self.path, self.given_up = run_dir, run_dir / FILE, given_up
+        self.run_dir = run_dir
+        self.path = run_dir / FILE
+        self.given_up = given_up
         self.patience_s = SLURM_PATIENCE_S if "SLURM_JOB_ID" in os.environ else PATIENCE_S
         self.here = f" on {socket.gethostname()} since "
         self.own = f"process {os.getpid()}{self.here}{datetime.now(UTC).isoformat(' ', 'microseconds')}"
@@ -146,7 +149,8 @@ class RunLock:
         beat = (self._holder, os.fstat(self._file).st_mtime_ns)
         now = time.monotonic()
         if beat != self._beat_of:
-            self._beat_of, self._changed = beat, now
+            self._beat_of = beat
+            self._changed = now
         return now < self._changed + STALE_S
 
     def _renew(self) -> None:

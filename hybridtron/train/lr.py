@@ -53,7 +53,8 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
 
     The rate is 0 during the hold, rises linearly during the warm-up, then falls to final_lr by the phase's shape.
     """
-    phase, optim = phases[leader].settings, phases[leader].optim
+    phase = phases[leader].settings
+    optim = phases[leader].optim
     peak = phase.lr
     assert peak is not None
     total_tokens = parse_tokens(phase.tokens)
@@ -61,7 +62,8 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
         if follower.settings.lr_piece is not LrPiece.carry_on:
             break
         total_tokens += parse_tokens(follower.settings.tokens)
-    hold, warmup = parse_share(optim.hold, total_tokens), parse_share(optim.warmup, total_tokens)
+    hold = parse_share(optim.hold, total_tokens)
+    warmup = parse_share(optim.warmup, total_tokens)
     if tokens <= hold and hold:
         return 0.0
     if (tokens := tokens - hold) < warmup:

@@ -34,7 +34,8 @@ def print_timetable(config: Config) -> None:
     for line in (f"{config.run.name}: {last_step(config):,} steps", *cost(config)):
         console.print(line, highlight=False)
     for table in (phase_table(config), source_table(config)):
-        table.box, table.pad_edge = None, False
+        table.box = None
+        table.pad_edge = False
         console.print()
         console.print(table)
     print_changes(config, console)
@@ -74,7 +75,8 @@ def phase_table(config: Config) -> Table:
     phases = resolve(config)
     for phase in phases:
         settings = phase.settings
-        ramp, batch = settings.ramp, settings.global_batch
+        ramp = settings.ramp
+        batch = settings.global_batch
         rows = f"{ramp.start} to {batch}" if ramp else str(batch)
         amount = flops(phase)
         table.add_row(
@@ -141,7 +143,8 @@ def sources_of(phase: ResolvedPhase) -> list[Epochs]:
 
 def changes_of(phase: ResolvedPhase) -> Iterator[str]:
     """Yield lines on a phase's starting point and the settings in which it differs from the phase before."""
-    settings, run = phase.settings, phase.config.run
+    settings = phase.settings
+    run = phase.config.run
     if phase.before is None and run.weights is None and run.tunes is not None:
         yield f"starts from run.weights, which is not set: {run.tunes}"
     elif phase.before is None:

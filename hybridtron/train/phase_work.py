@@ -15,7 +15,8 @@ class PhaseWork:
 
     def __init__(self, config: Config, seq_len: int, processes: int) -> None:
         self.flops_per_token = count(config.model, seq_len).flops_per_token
-        self.processes, self.peak = processes, config.cluster.peak_tflops
+        self.processes = processes
+        self.peak = config.cluster.peak_tflops
         self.costs = token_costs(config.model, seq_len) if config.parallel.context > 1 else None
 
     def rates(self, tokens_per_second: float) -> tuple[float, float | None]:

@@ -32,14 +32,18 @@ class RollbackRequested(Exception):
 
     def __init__(self, step: int, what: str, advice: str) -> None:
         super().__init__(what)
-        self.step, self.what, self.advice = step, what, advice
+        self.step = step
+        self.what = what
+        self.advice = advice
 
 
 class Rollback:
     """The checkpoints that a run may roll back to: those it has written, and those it could have started from."""
 
     def __init__(self, config: Config, run_dir: Path, start: Checkpoint | None) -> None:
-        self.config, self.run_dir, self.start = config, run_dir, start
+        self.config = config
+        self.run_dir = run_dir
+        self.start = start
         self._times: Counter[int] = Counter()
 
     def checkpoints(self, request: RollbackRequested, written: set[int]) -> list[Checkpoint]:

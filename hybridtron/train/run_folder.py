@@ -23,7 +23,8 @@ class Preempted(Exception):
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"preempted at step {step} ({reason}); its checkpoint is written, the same command continues")
-        self.step, self.reason = step, reason
+        self.step = step
+        self.reason = reason
 
 
 class ExportsFailed(Exception):

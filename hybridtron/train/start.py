@@ -171,7 +171,8 @@ def _differences(held: Checkpoint, model: ModelConfig) -> list[tuple[str, str]]:
 def _differing(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield each key below `key` with differing values, and both values as text (`not set`, `nothing` if absent)."""
     for name in {**ours, **theirs}:
-        our_value, their_value = ours.get(name), theirs.get(name)
+        our_value = ours.get(name)
+        their_value = theirs.get(name)
         if isinstance(our_value, Mapping) and isinstance(their_value, Mapping):
             yield from _differing(f"{key}.{name}", our_value, their_value)
         elif our_value != their_value or (name in ours) != (name in theirs):

@@ -47,7 +47,8 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
         f"{config.run.name}: {readable(parameters)} parameters, {engine.config.precision.name}, "
         f"{describe_device()}, steps {first + 1} to {last}, folder {config.run.dir}"
     )
-    parallel, groups = config.parallel, engine.groups
+    parallel = config.parallel
+    groups = engine.groups
     if groups.world_size > 1:
         LOG.info(
             f"{groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
@@ -87,7 +88,8 @@ def ops_of(model: ModelConfig) -> set[str]:
 
 def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
     """Log a phase's data: tokens and epochs of each source, and the mean length of uninterrupted text."""
-    settings, order = phase.settings, loader.order
+    settings = phase.settings
+    order = loader.order
     table = Table("source", "share", "tokens", "epochs", "learned", box=None, title_justify="left")
     kind = f"{order.kind.value} of {settings.seq_len} tokens, documents {order.documents.value}"
     table.title = f"{settings.name} reads {kind}"

@@ -59,9 +59,13 @@ class Trainer:
         after_phase: AfterPhase,
         evaluation: Evaluation | None = None,
     ) -> None:
-        self.config, self.run_dir, self.groups = config, run_dir, groups
+        self.config = config
+        self.run_dir = run_dir
+        self.groups = groups
         self.phases, self.last = resolve(config), last_step(config)
-        self.requests, self.watchdog, self.after_phase = requests, watchdog, after_phase
+        self.requests = requests
+        self.watchdog = watchdog
+        self.after_phase = after_phase
         self.evaluation = evaluation
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
@@ -157,7 +161,8 @@ class Trainer:
         """Train the remaining steps of one phase. It ends with an evaluation and a checkpoint."""
         loader = self.loader_of(phase)
         self.enter_phase(phase, loader)
-        first, last = max(self.resume_step, phase.start_step), min(self.last, phase.end_step)
+        first = max(self.resume_step, phase.start_step)
+        last = min(self.last, phase.end_step)
         save_every = parse_steps(self.config.checkpoint.every, phase.settings.tokens_per_step)
         due = False
         with closing(self.read(loader, phase, first, last)) as steps:
@@ -208,7 +213,9 @@ class Trainer:
         """Write a step's metrics, and update the progress that outcome.json will report."""
         if self.metrics is not None:
             self.metrics.write(metrics)
-        self.progress.step, self.progress.loss, self.progress.tokens = metrics.step, metrics.loss, metrics.tokens
+        self.progress.step = metrics.step
+        self.progress.loss = metrics.loss
+        self.progress.tokens = metrics.tokens
         self.progress.validation = metrics.validation or self.progress.validation
 
     def train_step(self, step: int, phase: ResolvedPhase, batches: list[Batch], asked: float) -> StepMetrics:

@@ -40,7 +40,8 @@ class Watchdog:
     """Context manager that watches this process and ends it if it makes no progress."""
 
     def __init__(self, failures: Failures, timeout_s: float) -> None:
-        self.failures, self.timeout_s = failures, timeout_s
+        self.failures = failures
+        self.timeout_s = timeout_s
         self.path = failures.run_dir / "logs" / f"stacks-{failures.rank}.txt"
         self._ended = threading.Event()
         self._main = threading.get_ident()

@@ -14,7 +14,10 @@ from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.proving.audit.bug import Bug, Replaced
 
-_residual, _beside, _stack, _multiplied = Residual.forward, Beside.forward, Stack.forward, Mamba2._multiplied
+_residual = Residual.forward
+_beside = Beside.forward
+_stack = Stack.forward
+_multiplied = Mamba2._multiplied
 
 
 def _showing(shown: Callable[[ResidualOut], Tensor]) -> Replaced:

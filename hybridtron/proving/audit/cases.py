@@ -149,7 +149,8 @@ class Case:
 
     def options(self) -> str:
         """Return the case's rotating options as text for the table."""
-        model, parallel = self.config.model, self.config.parallel
+        model = self.config.model
+        parallel = self.config.parallel
         letters = set(model.pattern)
         attention = [
             options for letter, options in model.layers.items() if options["kind"] == "attention" and letter in letters

@@ -45,7 +45,9 @@ class Audit:
     """
 
     def __init__(self, pool: Pool, timeout_s: float = 300.0, by_one_rank: bool = False) -> None:
-        self.pool, self.timeout_s, self.by_one_rank = pool, timeout_s, by_one_rank
+        self.pool = pool
+        self.timeout_s = timeout_s
+        self.by_one_rank = by_one_rank
         self.truths: dict[str, Step] = {}
         self.moved: dict[str, list[Step]] = {}
 
@@ -96,7 +98,8 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
             engine.forward_backward(batches)
             engine.optimizer.zero_grad()
         step_loss = engine.forward_backward(batches)
-        loss, tokens = step_loss.mean.item(), step_loss.tokens.item()
+        loss = step_loss.mean.item()
+        tokens = step_loss.tokens.item()
         auxiliary = {name: float(total) / tokens for name, total in step_loss.auxiliary.items()}
         gradients = dict(engine.optimizer.gradients())
         grad_norm, _ = engine.optimizer.step(rate_of(config))
@@ -146,14 +149,16 @@ def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tu
 
     Return the mean cross entropy, the number of tokens, and the means of auxiliary losses by name.
     """
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     sums: dict[str, float] = {}
     for batch in batches:
         out = model(batch.tokens_BL, None, batch.seq)
         loss = cross_entropy(CrossEntropyInputs(out.output, batch.labels_BL.T, batch.mask_BL.T, z_loss))
         batch_tokens = int(batch.mask_BL.sum())
         (loss.total + sum(out.aux.values()) * batch_tokens).backward()
-        total, tokens = total + float(loss.cross_entropy), tokens + batch_tokens
+        total = total + float(loss.cross_entropy)
+        tokens = tokens + batch_tokens
         for name, added in out.aux.items():
             sums[name] = sums.get(name, 0.0) + added.item() * batch_tokens
     return total / tokens, tokens, {name: weighted_sum / tokens for name, weighted_sum in sums.items()}
@@ -182,7 +187,9 @@ def micro_batches(config: Config) -> list[Batch]:
     """
     phase = config.phases[0]
     generator = torch.Generator().manual_seed(config.run.seed)
-    count, rows, length = phase.global_batch // phase.micro_batch, phase.micro_batch, phase.seq_len
+    count = phase.global_batch // phase.micro_batch
+    rows = phase.micro_batch
+    length = phase.seq_len
     batches = []
     for index in range(count):
         tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)

@@ -27,7 +27,8 @@ class Disk:
     """
 
     def __init__(self, run: Run) -> None:
-        self.at, self.ballast = run.checkpoints, run.checkpoints / ".ballast"
+        self.at = run.checkpoints
+        self.ballast = run.checkpoints / ".ballast"
         self.why_not: str | None = "not mounted"
 
     def __enter__(self) -> Disk:
@@ -97,7 +98,8 @@ def damage(scene: Scene, how: Callable[[bytearray, random.Random], bytearray | N
 
     The only valid checkpoint is spared, and so is that of the last step, because a finished run is not read again.
     """
-    run, draw = scene.started.run, scene.draw
+    run = scene.started.run
+    draw = scene.draw
     if not list(run.checkpoints.glob("step-*")):
         return None
     scene.started.kill()

@@ -46,14 +46,16 @@ class Ordeal:
     """
 
     def __init__(self, run: Run, mean: float, draw: random.Random, disk: Disk) -> None:
-        self.run, self.mean, self.draw, self.disk = run, mean, draw, disk
+        self.run = run
+        self.mean = mean
+        self.draw = draw
+        self.disk = disk
         self.kinds_left, self.faults = list[str](), list[Injected]()
         self.done = self.starts = 0  # steps done, including lost ones
         self.due = self._next(0)
-        self.full_until, self.unwritten = (
-            float("inf"),
-            0,
-        )  # step count at which the disk is freed; saves that failed before it filled
+        # step count at which the disk is freed; saves that failed before it filled
+        self.full_until = float("inf")
+        self.unwritten = 0
 
     def _next(self, now: int) -> float:
         return now + self.mean * self.draw.expovariate(1.0)
@@ -89,7 +91,8 @@ class Ordeal:
             now = time.monotonic()
             new_count = len(started.new_lines())
             if new_count != line_count:
-                line_count, moved = new_count, now
+                line_count = new_count
+                moved = now
                 description = f"{self.run.home.name}, {len(self.faults)} faults"
                 progress.update(bar, completed=len(self.run.lines()), description=description)
             if any(codes):
@@ -112,7 +115,8 @@ class Ordeal:
         if done < self.due or pending:
             return
         time.sleep(self.draw.random() * 5 * LOOK_S)  # a random moment within a step
-        step, at = len(self.run.lines()), time.monotonic()
+        step = len(self.run.lines())
+        at = time.monotonic()
         fault = strike(Scene(started, self.disk, self.draw), self.kinds_left)
         self.due = self._next(done)
         if fault is not None:

@@ -25,7 +25,8 @@ PROC = Path("/proc")
 LAYOUTS = {"dp2": (), "tp2": ("parallel.tensor=2",), "pp2": ("parallel.pipeline=2",)}
 PROCESSES = 2
 VOCAB = 64
-SEQ_LEN, ROWS = 32, 8
+SEQ_LEN = 32
+ROWS = 8
 SAVE_EVERY = 7  # steps
 TIMEOUT_S = 20.0  # run.timeout; a first step starts worker processes, which takes seconds
 TOGETHER_S = 5.0  # time for the other processes to end after one has failed

@@ -74,7 +74,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 FURTHER_OFF = {("kda heads=2", torch.bfloat16): 0.1}
 """Larger tolerances: A_log has two entries here, and each gradient is a sum over all tokens (0.084 on an H200)."""
-ROWS, VOCAB, NOISE = 2, 1000, Normal(0.02)
+ROWS = 2
+VOCAB = 1000
+NOISE = Normal(0.02)
 
 
 def correctness(report: BenchReport) -> None:
@@ -152,7 +154,8 @@ def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
                 summed_LBD, _ = add_rms_norm(AddRMSNormInputs(stream_LBD, added_LBD, weight_D, 1e-5))
                 rms_norm(RMSNormInputs(summed_LBD, weight_D, 1e-5))
             x_TD, weight_VD = (torch.randn(n, sizes.width, dtype=dtype).requires_grad_() for n in (length, VOCAB))
-            labels_T, mask_T = torch.randint(VOCAB, (length,)), torch.ones(length, dtype=torch.bool)
+            labels_T = torch.randint(VOCAB, (length,))
+            mask_T = torch.ones(length, dtype=torch.bool)
             weight_VD = weight_VD / sizes.width**0.5
             linear_cross_entropy(LinearCrossEntropyInputs(x_TD, weight_VD, labels_T, mask_T, 1e-4))
             y_BLHP, z_BLHP = torch.randn(2, ROWS, length, 4, sizes.width // 4, dtype=dtype).requires_grad_()

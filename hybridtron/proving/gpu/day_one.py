@@ -83,7 +83,8 @@ def launched(command: Sequence[str], log: Path, limit_s: float) -> int:
 def day_one(folder: Path, cards: Path | None, launch: Launch = launched) -> int:
     """Run all steps and write the table. Returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
-    cells, codes = [], dict[str, int]()
+    cells = []
+    codes = dict[str, int]()
     for step in steps(folder, len(visible_gpus())):
         if step.name == "resumed":
             interrupted(folder / "whole", folder / "resumed")

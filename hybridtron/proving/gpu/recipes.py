@@ -78,7 +78,8 @@ def fitting(name: str, quick: bool) -> list[str]:
 
 def taken(settings: list[str]) -> dict[str, Any]:
     """Run the steps of one recipe, and return the results with the cards' keys."""
-    recipe, options = settings[0].removeprefix("recipe="), settings[1:]
+    recipe = settings[0].removeprefix("recipe=")
+    options = settings[1:]
     config = checked(settings)
     forget_peak_memory()
     report = BenchReport("steps", repetitions=STEPS)

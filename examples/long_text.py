@@ -1,4 +1,7 @@
-"""Perplexity by position of held-out text that is many times as long as the rows of training: numbers and curves."""
+"""Perplexity by position, on held-out text many times as long as the rows of training.
+
+The module measures losses by position, bins them into curves, and draws curves over seeds. Several studies share it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ if TYPE_CHECKING:
     from hybridtron.config.schema import DataConfig
     from hybridtron.model.generate import Reader
 
-PER_DOUBLING = 2  # bins of positions
+PER_DOUBLING = 2  # bins for each doubling of the position
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Perplexity by bins of positions, each named by its last one."""
+    """Perplexity by bins of positions; `ends` holds each bin's last position."""
 
     ends: list[int]
     perplexities: list[float]
@@ -32,16 +35,16 @@ class Curve:
 
         from hybridtron.evaluate.length import perplexity_bins
 
-        odd = context // (context & -context)  # whose doublings come by the context, so that it ends a bin
+        odd = context // (context & -context)  # its doublings reach the context, so that a bin ends there
         bins = perplexity_bins(torch.tensor(losses, dtype=torch.float64), odd, PER_DOUBLING)
-        return Curve([one.last for one in bins], [one.perplexity for one in bins])
+        return Curve([part.last for part in bins], [part.perplexity for part in bins])
 
     def at(self, position: int) -> float:
-        """In the bin that ends there."""
+        """Return the perplexity of the bin that ends at this position."""
         return self.perplexities[self.ends.index(position)]
 
     def near(self, position: int) -> float:
-        """In the bin that ends there, or the last before it."""
+        """Return the perplexity of the last bin that ends at or before this position."""
         return self.at(max(end for end in self.ends if end <= position))
 
     @property
@@ -51,10 +54,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Beyond:
-    """Perplexity by position of long rows, and of the same tokens, each read within the training context.
+    """Perplexity by position of long rows (`curve`), and of the same tokens read within the training context
+    (`within`).
 
-    Positions of one text differ, because text is harder in one place than in another; that moves both curves alike, so
-    that their ratio says what the tokens further back do to the model.
+    Some positions of a text are harder than others. That moves both curves alike, so their ratio shows the effect that
+    tokens from further back have on the model.
     """
 
     curve: Curve
@@ -70,12 +74,12 @@ class Beyond:
         return Beyond(Curve.of(far.tolist(), context), Curve.of(near.tolist(), context))
 
     def risen(self, position: int) -> float:
-        """The logarithm of the ratio."""
+        """Return the logarithm of the long rows' perplexity over that within the context, near a position."""
         return math.log(self.curve.near(position) / self.within.near(position))
 
 
 def long_text_losses(run: Path, multiples: int, rows: int) -> list[float]:
-    """Mean loss by position over rows of held-out text, each many times as long as the rows of training."""
+    """Return the mean loss by position over held-out rows, each `multiples` times as long as the rows of training."""
     from hybridtron.cli.given import newest_checkpoint
     from hybridtron.evaluate.held_out import trained_model
     from hybridtron.evaluate.length import position_losses
@@ -87,7 +91,10 @@ def long_text_losses(run: Path, multiples: int, rows: int) -> list[float]:
 
 
 def held_out_rows(data: DataConfig, tokens: int, rows: int) -> Tensor:
-    """Held-out text, packed end to end and cut anywhere, as training rows are; evenly over all of it."""
+    """Return rows (B, T) of held-out text, packed end to end and cut at any place, as training rows are.
+
+    They are spread evenly over the text. Raises Unusable if it is shorter than one row.
+    """
     import torch
 
     from hybridtron.data.order.stream import DocumentStream, RowSpans
@@ -98,7 +105,9 @@ def held_out_rows(data: DataConfig, tokens: int, rows: int) -> Tensor:
     sources = open_sources(data, None)
     stores = sources.stores("validation")
     streams = [DocumentStream(store) for store in stores]
-    stride = sum(stream.tokens_per_epoch for stream in streams) // rows  # rows overlap: each position sees all
+    stride = (
+        sum(stream.tokens_per_epoch for stream in streams) // rows
+    )  # rows overlap, so that every position sees all of the text
     spans = [
         RowSpans([(source, span) for span in stream.spans(start, tokens)], 0)
         for source, stream in enumerate(streams)
@@ -112,7 +121,7 @@ def held_out_rows(data: DataConfig, tokens: int, rows: int) -> Tensor:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Mean and standard deviation, or the value where it is the only one."""
+    """Format mean and standard deviation, or a single value alone."""
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
@@ -121,17 +130,22 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 def draw_seeds(
     axes: Axes, places: Sequence[int], seeds: Sequence[Sequence[float]], color: str, label: str | None, style: str
 ) -> None:
-    """The mean over seeds, in a band from the lowest to the highest."""
+    """Draw the mean over seeds, and a band from the lowest seed to the highest."""
     values = list(zip(*seeds, strict=True))
-    axes.plot(places, [statistics.mean(one) for one in values], style, color=color, label=label)
+    axes.plot(places, [statistics.mean(by_seed) for by_seed in values], style, color=color, label=label)
     axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, lw=0)
 
 
 def frame(axes: Axes, shown: Sequence[Curve], context: int, first: int) -> None:
-    """Axes of curves from a position on, with a line at the context; logarithmic where perplexities are far apart."""
+    """Set up axes for curves from position `first` on, with a line at the context.
+
+    The perplexity axis is logarithmic if the largest perplexity is more than three times the lowest.
+    """
     from matplotlib.ticker import LogFormatter
 
-    values = [value for one in shown for end, value in zip(one.ends, one.perplexities, strict=True) if end >= first]
+    values = [
+        value for curve in shown for end, value in zip(curve.ends, curve.perplexities, strict=True) if end >= first
+    ]
     far = max(values) > 3 * min(values)
     axes.axvline(context, color="black", linestyle=":", linewidth=0.8, label=f"context {context}")
     axes.set(xscale="log", yscale="log" if far else "linear", xlabel="position (tokens before)", ylabel="perplexity")

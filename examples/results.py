@@ -1,7 +1,7 @@
-"""What a study keeps of every run that it has measured: a small JSON file each, from which pages are written.
+"""The stored results of a study: a small JSON file for each measured run, from which pages are written.
 
-With `--results DIR` these files stand in DIR, and a study continues on another machine: a run whose file is there is
-neither trained nor measured again. Without it they stand beside the run's checkpoints.
+With `--results DIR` the files are kept in DIR, and a study can continue on another machine: a run with a result there
+is neither trained nor measured again. Without it they are kept next to the run's checkpoints.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ BESIDE = "measured.json"
 
 @dataclass(frozen=True)
 class Part:
-    """A sweep of a study, the folder of its runs, and what is measured on each of them.
+    """A sweep of a study, the folder of its runs, and the measurement of each run.
 
-    `asked` is what decides, beside a run's settings, what is found: sizes of the data and of the measurement.
+    `asked` holds the sizes of data and measurement. Together with a run's settings it determines the result.
     """
 
     sweep: Sweep
@@ -37,18 +37,18 @@ class Part:
     asked: Mapping[str, Any]
 
     def identity(self, run: SweepRun) -> dict[str, Any]:
-        """What a result must agree with, on every machine."""
-        start = next((one for one in self.sweep.runs if one.name == run.start), None)
+        """Return the record by which a stored result is recognised, on every machine, as this run's."""
+        source = next((other for other in self.sweep.runs if other.name == run.start), None)
         return {
             "settings": portable(run),
-            "start": None if start is None else portable(start),
+            "start": None if source is None else portable(source),
             "asked": json.loads(json.dumps(self.asked)),
         }
 
 
 @dataclass(frozen=True)
 class TrainedPhase:
-    """A phase, as pages describe it."""
+    """The description of a phase that pages print."""
 
     name: str
     tokens: str
@@ -59,7 +59,7 @@ class TrainedPhase:
 
 @dataclass(frozen=True)
 class Trained:
-    """What was trained, as pages describe it."""
+    """The description of a trained model that pages print."""
 
     parameters: int
     pattern: str
@@ -99,7 +99,10 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run: what was trained, what was found on it, and by which code. `minutes` are those of its steps."""
+    """The stored result of one run: its description, the measured values, and the commit of the code.
+
+    `minutes` is the summed time of its steps.
+    """
 
     trained: Trained
     found: Any
@@ -109,7 +112,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Results:
-    """Where the results of a study are: in a folder of their own, or beside each run."""
+    """The place of a study's results: the folder `kept`, or next to each run if that is None."""
 
     kept: Path | None
 
@@ -117,7 +120,10 @@ class Results:
         return part.folder.of(run.name) / BESIDE if self.kept is None else self.kept / f"{name}-{run.name}.json"
 
     def of(self, name: str, part: Part, run: SweepRun) -> Result | None:
-        """None where the run has not been measured. Unusable where a kept file is that of another run."""
+        """Read the result of a run; None if it has not been measured.
+
+        Raises Unusable if the file in the folder of results belongs to other settings.
+        """
         path = self.path(name, part, run)
         record = read_record(path)
         changed = [key for key, value in part.identity(run).items() if record.get(key) != value]
@@ -129,7 +135,7 @@ class Results:
         return None
 
     def measure(self, name: str, part: Part, run: SweepRun) -> None:
-        """Of a run that has finished: written at once."""
+        """Measure a finished run and write its result."""
         trained = part.folder.of(run.name)
         path = self.path(name, part, run)
         minutes = sum(line["step_time"] for line in read_lines(trained / "metrics.jsonl")) / 60
@@ -148,13 +154,16 @@ class Results:
 
 
 def portable(run: SweepRun) -> list[str]:
-    """Its settings, with a folder of data by its name alone: where it stands differs from machine to machine."""
+    """Return a run's settings with data paths reduced to the folder's name.
+
+    The place of that folder differs from machine to machine.
+    """
     pairs = (text.partition("=") for text in run.settings)
     return [f"{key}={Path(value).name if key.endswith('.path') else value}" for key, _, value in pairs]
 
 
 @cache
 def commit() -> str:
-    """That of this code, marked where it was changed since."""
+    """Return the commit of this code, marked if files were changed since; `unknown` outside a repository."""
     words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"

@@ -1,8 +1,9 @@
-"""What the studies of this folder share: sweeps that are carried out, runs that are measured once, a page at the end.
+"""The common part of the studies: train the runs of sweeps, measure each run once, and write a page.
 
-Seed by seed, each run is measured as soon as it has been trained, so that a study that is stopped keeps what it has:
-what has finished is not trained again, what is measured is not measured again.
-Exit codes: 0 written, 1 a run failed, 2 a wrong argument, or runs of other settings stand in the folder, 75 stopped.
+Runs are trained seed by seed and measured as soon as they end, so a stopped study keeps its results: finished runs are
+not trained again, and measured runs are not measured again.
+
+Exit codes: 0 written; 1 a run failed; 2 a wrong argument, or the folder holds runs with other settings; 75 stopped.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from hybridtron.sweep.carry_out import Folder
 from hybridtron.sweep.grid import SEED, Sweep, SweepRun, read
 
 Plan = Mapping[str, Part]
-"""By the name of a sweep."""
+"""The parts of a study by the name of their sweep."""
 Measured = Mapping[str, Sequence[tuple[SweepRun, Result]]]
-"""By the name of a sweep, what has been measured of it."""
+"""The measured runs and their results, by the name of the sweep."""
 Write = Callable[[Measured, list[str], Path], None]
-"""Writes page and pictures; notes say what else there is to know."""
+"""Writes page and pictures into a folder; the list holds further notes for the page."""
 
 
 def parse(about: str, name: str, arguments: list[str]) -> argparse.Namespace:
-    """The command line of a study; wrong values end the process with exit code 2."""
+    """Parse a study's command line; wrong values end the process with exit code 2."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes only where --output says")
     parser.add_argument("--runs", type=Path, metavar="DIR", help=f"where the runs stand (default: runs/{name})")
@@ -53,7 +54,7 @@ def parse(about: str, name: str, arguments: list[str]) -> argparse.Namespace:
 
 
 def conduct(chosen: argparse.Namespace, planned: Callable[[], Plan], write: Write) -> int:
-    """Train what is missing, measure, and write. Returns the exit code."""
+    """Train the missing runs, measure them, and write the page. Returns the exit code."""
     import torch
 
     demand("plot")
@@ -68,11 +69,11 @@ def conduct(chosen: argparse.Namespace, planned: Callable[[], Plan], write: Writ
             if not chosen.measure and not trained(name, part, runs, results, chosen.jobs, console):
                 return 1
             measure(name, part, runs, results, console)
-        found = found_in(plan, results)
-        if not any(found.values()):
+        finished = found_in(plan, results)
+        if not any(finished.values()):
             raise Unusable(f"{chosen.runs}: no run has finished")
         chosen.output.mkdir(parents=True, exist_ok=True)
-        write(found, state(plan, found) + taken(chosen.results, earlier), chosen.output)
+        write(finished, state(plan, finished) + taken(chosen.results, earlier), chosen.output)
     except Unusable as error:
         print(error, file=sys.stderr)
         return 2
@@ -83,7 +84,10 @@ def conduct(chosen: argparse.Namespace, planned: Callable[[], Plan], write: Writ
 
 
 def selected(file: Path, folder: Path, more: Callable[[SweepRun], tuple[str, ...] | None]) -> tuple[Sweep, Folder]:
-    """The runs of a sweep's file, each with further settings; those that get None are left out."""
+    """Read a sweep file and add further settings to each of its runs.
+
+    Runs for which `more` returns None are left out.
+    """
     sweep = read(file)
     added = [(run, more(run)) for run in sweep.runs]
     chosen = (replace(run, settings=(*run.settings, *of_run)) for run, of_run in added if of_run is not None)
@@ -91,14 +95,20 @@ def selected(file: Path, folder: Path, more: Callable[[SweepRun], tuple[str, ...
 
 
 def seed_by_seed(plan: Plan) -> Iterator[tuple[str, Part, list[SweepRun]]]:
-    """The runs of all parts in the order in which they are trained: a study that is stopped has whole seeds."""
+    """Yield the runs of all parts in training order: all parts of one seed, then those of the next.
+
+    A study that is stopped thus has complete seeds.
+    """
     for seed in dict.fromkeys(run.values[SEED] for part in plan.values() for run in part.sweep.runs):
         for name, part in plan.items():
             yield name, part, [run for run in part.sweep.runs if run.values[SEED] == seed]
 
 
 def trained(name: str, part: Part, runs: Sequence[SweepRun], results: Results, jobs: int, console: Console) -> bool:
-    """Train the runs without a result, and those that they start from; measure each as it ends. Whether none failed."""
+    """Train the runs without a result, with their starting points; measure each as it ends.
+
+    Returns False if a run failed.
+    """
     missing = [run for run in runs if results.of(name, part, run) is None]
     sweep = replace(part.sweep, runs=tuple(with_starts(missing, runs, part.folder)))
     if not missing:
@@ -112,7 +122,7 @@ def trained(name: str, part: Part, runs: Sequence[SweepRun], results: Results, j
 
 
 def with_starts(missing: Sequence[SweepRun], runs: Sequence[SweepRun], folder: Folder) -> list[SweepRun]:
-    """And what they start from; what has finished itself needs nothing any more."""
+    """Return the missing runs and the unfinished runs that they start from, in the order of `runs`."""
     by_name = {run.name: run for run in runs}
     needed: set[str] = set()
     for run in missing:
@@ -124,7 +134,7 @@ def with_starts(missing: Sequence[SweepRun], runs: Sequence[SweepRun], folder: F
 
 
 def measure(name: str, part: Part, runs: Sequence[SweepRun], results: Results, console: Console) -> None:
-    """Those that have finished and have no result yet."""
+    """Measure the finished runs that have no result yet."""
     for run in runs:
         if part.folder.is_finished(run.name) and results.of(name, part, run) is None:
             results.measure(name, part, run)
@@ -132,7 +142,7 @@ def measure(name: str, part: Part, runs: Sequence[SweepRun], results: Results, c
 
 
 def found_in(plan: Plan, results: Results) -> Measured:
-    """What has been measured so far."""
+    """Return the results measured so far, by sweep."""
     return {
         name: [(run, result) for run in part.sweep.runs if (result := results.of(name, part, run)) is not None]
         for name, part in plan.items()
@@ -140,21 +150,24 @@ def found_in(plan: Plan, results: Results) -> Measured:
 
 
 def state(plan: Plan, found: Measured) -> list[str]:
-    """Notes for the page: the code that wrote it, and of each sweep the runs that have not finished."""
+    """Return notes for the page: the code's commit, and for each sweep the runs that have not finished."""
     notes = [f"written at commit {commit()}"]
     for name, part in plan.items():
-        there = {run.name for run, _ in found[name]}
-        if left := [run.name for run in part.sweep.runs if run.name not in there]:
+        measured = {run.name for run, _ in found[name]}
+        if left := [run.name for run in part.sweep.runs if run.name not in measured]:
             notes.append(f"not finished, and not on this page: {', '.join(left)} ({name})")
     return notes
 
 
 def taken(kept: Path | None, earlier: Measured) -> list[str]:
-    """A note for the page: how much of it was found in the folder of results, and by which code that was trained."""
+    """Return a note for the page that counts the results found in the folder of results, by commit.
+
+    The list is empty if there is no such folder or no such result.
+    """
     commits = [result.commit for of_part in earlier.values() for _, result in of_part]
     if kept is None or not commits:
         return []
-    counted = ", ".join(f"{one} ({commits.count(one)})" for one in dict.fromkeys(commits))
+    counted = ", ".join(f"{name} ({commits.count(name)})" for name in dict.fromkeys(commits))
     return [f"results of earlier runs, by commits: {counted}"]
 
 
@@ -165,7 +178,10 @@ def answers(
     batch: int = 16,
     attention: ReadingAttention | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of `hybridtron evaluate` with a file of tasks; sample by sample, what is recorded is not asked again."""
+    """Return the rows of `hybridtron evaluate` for a file of tasks.
+
+    Samples that `output` already records are not evaluated again.
+    """
     from hybridtron.evaluate.run import Wishes, evaluate
     from hybridtron.evaluate.served import served
 
@@ -175,5 +191,5 @@ def answers(
 
 @contextmanager
 def unshown(_: str) -> Iterator[Callable[[int, int], None]]:
-    """No bar of its own: that of the steps is shown meanwhile."""
+    """Provide a progress callback that shows no bar, as the bar of the steps is already shown."""
     yield lambda done, of: None

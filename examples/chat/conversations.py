@@ -1,8 +1,9 @@
-"""Conversations about Python's standard library: what a function or class does, in the first sentence of its docstring.
+"""Conversations about Python's standard library, made from the first sentences of its docstrings.
 
     python -m examples.chat.conversations data/embedded-2048 data/chats
 
-writes chats.jsonl for `hybridtron data prepare`, and beside it the tokenizer of a prepared folder with a chat template.
+Each conversation asks for the purpose of one function or class. The command writes chats.jsonl for
+`hybridtron data prepare`, and next to it the tokenizer of a prepared folder with a chat template.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LONGEST = 160  # characters of an answer
 
 
 def conversations() -> Iterator[tuple[str, str]]:
-    """Questions and answers, each question once."""
+    """Yield pairs of question and answer, one for each documented callable of MODULES."""
     asked = set()
     for name in MODULES:
         module = importlib.import_module(name)
@@ -46,14 +47,17 @@ def conversations() -> Iterator[tuple[str, str]]:
 
 
 def first_sentence(text: str) -> str:
-    """Of a docstring's first paragraph, or nothing where it does not end, or is too long."""
+    """Return the first sentence of a docstring, or an empty string if it has no end or is longer than LONGEST."""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     sentence, stop, _ = (paragraph + " ").partition(". ")
     return f"{sentence}." if stop and len(sentence) <= LONGEST else ""
 
 
 def main(text: str, output: str) -> int:
-    """Write both into the folder `output`; `text` is the prepared folder whose tokenizer the model has."""
+    """Write chats.jsonl and the tokenizer into the folder `output`.
+
+    `text` is the prepared folder whose tokenizer the model has. Returns the exit code 0.
+    """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(text) / "tokenizer.json", folder / "tokenizer.json")

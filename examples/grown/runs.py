@@ -1,4 +1,8 @@
-"""What the study of grown models trains (grown.yaml) and asks: needles in filler, before and after tuning on them."""
+"""Training runs of the grown-model study (grown.yaml) and the evaluation of each.
+
+Every run is asked for needles (keys hidden in filler text), before and after it was tuned on them. The module also
+prepares the text and the needle samples.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,13 @@ from hybridtron.train.records import read_lines
 
 HERE = Path(__file__).parent
 END = "<|endoftext|>"
-TUNED = "-needles"  # how the names of tuned runs end
-MULTIPLES = (1, 2)  # of the longest row, that are asked
+TUNED = "-needles"  # suffix of the names of tuned runs
+MULTIPLES = (1, 2)  # evaluated lengths, as multiples of the longest row
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: the real study, or one of a minute."""
+    """The sizes of a study: the real one, or a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
     tuning: tuple[str, ...] = ()  # further settings of tuned runs
@@ -45,7 +49,10 @@ QUICK = Sizes(
 
 
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
-    """The runs, on the text and on samples of a folder, and what is asked of each."""
+    """Return the sweep with its data paths and its measurement.
+
+    `data` is the folder with the text and the samples.
+    """
     text = (f"data.path={data / 'text'}",)
     mixed = (f"phases.1.data.mixture.length{length}.path={data / str(length)}" for length in sizes.lengths)
     samples = (f"data.path={data / str(min(sizes.lengths))}", *mixed)
@@ -53,7 +60,7 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
     def more(run: SweepRun) -> tuple[str, ...] | None:
         if not run.variant.endswith(TUNED):
             return (*sizes.settings, *text)
-        settings = (text for text in sizes.settings if not text.startswith("model."))  # that of the checkpoint
+        settings = (text for text in sizes.settings if not text.startswith("model."))  # the checkpoint's model stays
         return (*settings, *sizes.tuning, *samples)
 
     sweep, folder = selected(HERE / "grown.yaml", runs, more)
@@ -62,7 +69,10 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
 
 
 def write_samples(sizes: Sizes, data: Path) -> None:
-    """The text and its tokenizer, and for each length a folder in which every sample, with its end, is one row."""
+    """Write the text with its tokenizer, and a prepared folder of needle samples for each length.
+
+    In those folders every sample, with its end of text, is one row. Folders that exist are kept.
+    """
     from hybridtron.cli.prepare_data import main as prepare
     from hybridtron.cli.tasks import write_main
     from hybridtron.data.prepare.embedded import prepare_embedded
@@ -87,15 +97,18 @@ def write_samples(sizes: Sizes, data: Path) -> None:
 
 
 def found_of(run: Path, sizes: Sizes) -> dict[str, Any]:
-    """The held-out loss of a run at its end, and rows of what its newest checkpoint finds, by digits and length."""
+    """Evaluate a run: its last held-out loss, and its accuracy on needles.
+
+    The needles are asked of the newest checkpoint; there is one row for each number of digits and length.
+    """
     from hybridtron.cli.given import newest_checkpoint
 
     rows = []
     for digits in sizes.digits:
         lengths = [multiple * max(sizes.lengths) for multiple in MULTIPLES]
         task = {"task": "passkey", "lengths": lengths, "samples": sizes.asked, "options": {"digits": digits}}
-        found = answers(newest_checkpoint(run), {"tasks": [task]}, run / f"evaluation/digits{digits}", batch=44)
+        results = answers(newest_checkpoint(run), {"tasks": [task]}, run / f"evaluation/digits{digits}", batch=44)
         kept = ("length", "value", "standard_error", "n")
-        rows += [{"digits": digits, **{key: row[key] for key in kept}} for row in found if row["metric"] == "exact"]
+        rows += [{"digits": digits, **{key: row[key] for key in kept}} for row in results if row["metric"] == "exact"]
     validated = [line["validation"] for line in read_lines(run / "metrics.jsonl") if "validation" in line]
     return {"loss": validated[-1]["1x"], "needles": rows}

@@ -1,10 +1,10 @@
-"""HAX grown beside a Mamba that has read text: needles found before and after tuning, in the form of HAX's Table 1.
+"""HAX grown next to a Mamba that was trained on text: needles found before and after tuning, as in HAX's Table 1.
 
-    python -m examples.grown.study           half an hour on one core; a study that was stopped continues
-    python -m examples.grown.study --quick   tiny sizes, a minute: does it run, not what does it show
+    python -m examples.grown.study           half an hour on one core; a stopped study continues
+    python -m examples.grown.study --quick   tiny sizes, a minute: checks that the study runs, not its result
 
-The sweep grown.yaml trains recipe=hax_mamba_laptop, continues it as it is and with HAX grown at gates of 0, and tunes
-both on keys in filler. Each is asked at the longest row that it is tuned on, and at twice that.
+The sweep grown.yaml trains recipe=hax_mamba_laptop. It continues that model once unchanged and once with HAX grown at
+gates of 0, and tunes both on keys in filler. Each model is evaluated at its longest row of tuning and at twice that.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hybridtron.proving.measuring import BenchReport, markdown
 from hybridtron.sweep.grid import SweepRun
 
 NAMES = {"base": "Mamba, the text alone", "mamba": "Mamba, continued", "hax": "+HAX, continued"}
-LEAST = 0.5  # of the keys of a tuned model at the tuned length, or the task is too hard to compare at
+LEAST = 0.5  # share of keys that the better tuned model must find, or the task is too hard for a comparison
 Found = Mapping[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """Train what is missing, measure, and write. Returns the exit code."""
+    """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("HAX grown beside a Mamba.", "grown", arguments)
     sizes = QUICK if chosen.quick else STUDY
     data = chosen.runs / "data" if chosen.quick else ROOT / "data/grown"
@@ -40,15 +40,15 @@ def main(arguments: list[str]) -> int:
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
-    """The page of what has been measured."""
+    """Write the page of the measured runs."""
     runs = measured["grown"]
-    found = {run.variant: result.found for run, result in runs}
+    results = {run.variant: result.found for run, result in runs}
     notes = [*described(runs, sizes), *more]
-    (output / "grown.md").write_text(page(found, max(sizes.lengths), notes), encoding="utf-8")
+    (output / "grown.md").write_text(page(results, max(sizes.lengths), notes), encoding="utf-8")
 
 
 def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str]:
-    """What was done, in words."""
+    """Return notes that describe models, training and evaluation."""
     notes = []
     for run, result in runs:
         trained = result.trained
@@ -67,7 +67,10 @@ def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str
 
 
 def page(found: Mapping[str, Found], length: int, notes: list[str]) -> str:
-    """The whole page in Markdown; `found` is by variant, `length` the longest row of tuning."""
+    """Return the full page in Markdown.
+
+    `found` maps variants to their results, `length` is the longest row of tuning.
+    """
     report = BenchReport("HAX grown beside a Mamba", notes=notes)
     lengths = [multiple * length for multiple in MULTIPLES]
     digits = list(dict.fromkeys(row["digits"] for one in found.values() for row in one["needles"]))
@@ -91,13 +94,13 @@ def page(found: Mapping[str, Found], length: int, notes: list[str]) -> str:
 
 
 def named(found: Mapping[str, Found]) -> dict[str, str]:
-    """Variants in the order of the sweep and what the page calls them: all before tuning, then all after."""
+    """Map measured variants to their names on the page: first those before tuning, then the tuned ones."""
     tuned = {f"{variant}{TUNED}": f"{name}, tuned" for variant, name in NAMES.items()}
     return {variant: name for variant, name in {**NAMES, **tuned}.items() if variant in found}
 
 
 def mean_of(one: Found, length: int) -> float:
-    """The share of keys found at a length."""
+    """Return the share of keys that a variant finds at a length, averaged over numbers of digits."""
     return statistics.mean(row["value"] for row in one["needles"] if row["length"] == length)
 
 

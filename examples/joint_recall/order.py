@@ -1,4 +1,8 @@
-"""HAX's Table 5, and how far the order of its models is that of ours."""
+"""HAX's Table 5, compared with our accuracies.
+
+The tables of the page show single claims about pairs of models, the full order for each recurrence, and further
+experiments that explain differences.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ PAPER = {
     "mamba2": {"": 36.6, "D": 19.6, "SW": 70.6, "SW+D": 48.6, "A": 49.3, "LSH": 13.5, "KS": 60.1, "HAX": 74.3},
     "samba": {"": 6.3},
 }
-"""Accuracy in percent, of 5 to 16 contexts with 5 to 16 keys after 400,000 steps; chance is 6.25."""
+"""The paper's accuracy in percent after 400,000 steps, on 5 to 16 contexts with 5 to 16 keys; chance is 6.25."""
 CLAIMS = (
     ("mamba+KS", "mamba"),
     ("mamba+HAX", "mamba"),
@@ -24,7 +28,7 @@ CLAIMS = (
     ("mamba2", "mamba2+D"),
     ("mamba2+SW", "mamba2+KS"),
 )
-"""Which stands above which, of what the paper draws its conclusions from. Beside these, Samba is at chance."""
+"""Pairs (better, worse) on which the paper bases its conclusions. Besides, Samba is at chance."""
 NEAR_CHANCE = 1.2
 REASONS = (
     (
@@ -40,7 +44,7 @@ REASONS = (
         ("samba", "samba+small-state", "mamba+SW", "mamba+LSH"),
     ),
 )
-"""Why another order came out, and the models that show it."""
+"""Explanations of a different order, each with the models that show it."""
 WHY = ("reason", "accuracy, %")
 HERE = ("claim", "the paper's, %", "ours, %", "agrees")
 ORDERS = ("beside", "the paper's order", "ours", "pairs in the same order")
@@ -52,14 +56,14 @@ def of_paper(variant: str) -> float | None:
 
 
 def claims(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
-    """The rows of a table: what the paper says of two models, with both accuracies there and here."""
+    """Yield table rows: a claim of the paper about two models, with the paper's accuracies and ours."""
     for above, below in CLAIMS:
         if above in means and below in means:
-            there = f"{of_paper(above)} > {of_paper(below)}"
+            theirs = f"{of_paper(above)} > {of_paper(below)}"
             agrees = means[above] > means[below]
             sign = ">" if means[above] > means[below] else "<="
             ours = f"{100 * means[above]:.1f} {sign} {100 * means[below]:.1f}"
-            yield f"{above} above {below}", there, ours, "yes" if agrees else "**no**"
+            yield f"{above} above {below}", theirs, ours, "yes" if agrees else "**no**"
     if "samba" in means:
         agrees = means["samba"] < NEAR_CHANCE * CHANCE
         ours = f"{100 * means['samba']:.1f}, chance {100 * CHANCE:.1f}"
@@ -67,18 +71,18 @@ def claims(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def orders(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
-    """The rows of a table: of each recurrence the models from the best to the worst, in the paper and here."""
+    """Yield table rows: the models of each recurrence from best to worst, in the paper and in our runs."""
     for base, of_base in PAPER.items():
-        there = {kind or "alone": value for kind, value in of_base.items() if f"{base}+{kind}".strip("+") in means}
-        if len(there) > 1:
-            here = {kind: means[base if kind == "alone" else f"{base}+{kind}"] for kind in there}
-            pairs = list(combinations(there, 2))
-            same = sum((there[one] > there[other]) == (here[one] > here[other]) for one, other in pairs)
-            yield base, _best_first(there), _best_first(here), f"{same} of {len(pairs)}"
+        theirs = {kind or "alone": value for kind, value in of_base.items() if f"{base}+{kind}".strip("+") in means}
+        if len(theirs) > 1:
+            ours = {kind: means[base if kind == "alone" else f"{base}+{kind}"] for kind in theirs}
+            pairs = list(combinations(theirs, 2))
+            same = sum((theirs[left] > theirs[right]) == (ours[left] > ours[right]) for left, right in pairs)
+            yield base, _best_first(theirs), _best_first(ours), f"{same} of {len(pairs)}"
 
 
 def reasons(means: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The rows of a table: what further experiments found."""
+    """Yield table rows: an explanation of a different order, with the accuracies that support it."""
     for reason, models in REASONS:
         if all(model in means for model in models):
             yield reason, ", ".join(f"{model} {100 * means[model]:.1f}" for model in models)

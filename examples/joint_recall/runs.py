@@ -1,4 +1,7 @@
-"""What the study of joint recall trains (recall.yaml) and measures, and its rows."""
+"""Training runs of the joint-recall study (recall.yaml), their data, and their accuracy.
+
+A first part trains every variant at every learning rate from one seed; a second part adds seeds at the best rate.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ HERE = Path(__file__).parent
 RATE = "phases.0.lr"
 SYMBOLS = 8
 CHANCE = 1 / SYMBOLS
-ROWS = {42: "2-4,1-2", 110: "3-6,2-4", 210: "5-8,4-6"}  # tokens of a row without its end -> contexts and keys
+ROWS = {42: "2-4,1-2", 110: "3-6,2-4", 210: "5-8,4-6"}  # row length without its end -> contexts and keys
 FIRST_SEED = "1"
 REPEATED = ("", "SW", "KS", "HAX")  # kinds of attention that have three seeds
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: the real study, or one of a minute."""
+    """The sizes of a study: the real one, or a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
     variants: tuple[str, ...] | None = None  # None: all
@@ -49,18 +52,18 @@ QUICK = Sizes(
 
 
 def kind_of(variant: str) -> tuple[str, str]:
-    """`mamba+SW+D` -> the model, and the attention beside it."""
+    """Split a variant's name into the model and its parallel attention: `mamba+SW+D` -> (`mamba`, `SW+D`)."""
     base, _, attention = variant.partition("+")
     return base, attention
 
 
 def rates_part(sizes: Sizes, runs: Path, data: Path) -> Part:
-    """Every variant at every rate, from one seed."""
+    """Return the part with every variant at every rate, from the first seed."""
     return _part(sizes, runs, data, lambda run: run.values[SEED] == FIRST_SEED)
 
 
 def seeds_part(sizes: Sizes, runs: Path, data: Path, best: Mapping[str, str]) -> Part:
-    """Further seeds of some variants, at the rate that was the best for each."""
+    """Return the part with further seeds of some variants, each at its best rate."""
 
     def wanted(run: SweepRun) -> bool:
         again = run.values[SEED] != FIRST_SEED and kind_of(run.variant)[1] in REPEATED and run.variant != "samba"
@@ -70,13 +73,23 @@ def seeds_part(sizes: Sizes, runs: Path, data: Path, best: Mapping[str, str]) ->
 
 
 def best_rates(part: Part, results: Results) -> dict[str, str]:
-    """By variant the rate of highest accuracy, where all of its rates have been measured."""
-    found: dict[str, dict[str, float | None]] = {}
+    """Map variants to their rate with the highest accuracy.
+
+    Only variants whose rates have all been measured are included.
+    """
+    accuracies: dict[str, dict[str, float | None]] = {}
     for run in part.sweep.runs:
         result = results.of("rates", part, run)
-        found.setdefault(run.variant, {})[run.values[RATE]] = None if result is None else result.found
-    whole = {name: {rate: got for rate, got in of.items() if got is not None} for name, of in found.items()}
-    return {name: max(of, key=of.__getitem__) for name, of in whole.items() if len(of) == len(found[name])}
+        accuracies.setdefault(run.variant, {})[run.values[RATE]] = None if result is None else result.found
+    known = {
+        name: {rate: accuracy for rate, accuracy in by_rate.items() if accuracy is not None}
+        for name, by_rate in accuracies.items()
+    }
+    return {
+        name: max(by_rate, key=by_rate.__getitem__)
+        for name, by_rate in known.items()
+        if len(by_rate) == len(accuracies[name])
+    }
 
 
 def _part(sizes: Sizes, runs: Path, data: Path, wanted: Callable[[SweepRun], bool]) -> Part:
@@ -94,13 +107,16 @@ def _part(sizes: Sizes, runs: Path, data: Path, wanted: Callable[[SweepRun], boo
 
 
 def write_rows(sizes: Sizes, data: Path) -> None:
-    """For each length a folder in which every table, with its end, is one row."""
+    """Write a prepared folder for each length; every table, with its end, is one row."""
     for length, counts in ROWS.items():
         write_tables(length, counts, sizes.training, data / str(length))
 
 
 def write_tables(length: int, counts: str, training: int, output: Path) -> None:
-    """Tables of these numbers of contexts and keys, each with its end a row."""
+    """Write tables with the given numbers of contexts and keys, each with its end as one row.
+
+    An `output` that exists is kept.
+    """
     from hybridtron.cli.tasks import prepare_main
 
     if not output.exists():
@@ -112,15 +128,18 @@ def write_tables(length: int, counts: str, training: int, output: Path) -> None:
 
 
 def accuracy(run: Path, sizes: Sizes) -> float:
-    """The share of values that are the likeliest, by row, of the larger tables, which are not trained on."""
+    """Return the accuracy on the largest tables.
+
+    That is the mean over rows of the share of values that the model finds likeliest; the samples were not trained on.
+    """
     return accuracy_on(run, max(ROWS), ROWS[max(ROWS)], sizes.asked)
 
 
 def accuracy_on(run: Path, length: int, counts: str, asked: int) -> float:
-    """The same of tables of these numbers of contexts and keys."""
+    """Return the accuracy on tables with the given numbers of contexts and keys."""
     from hybridtron.cli.given import newest_checkpoint
 
     options = {"sizes": counts, "symbols": SYMBOLS}
     task = {"task": "joint_recall", "lengths": [length], "samples": asked, "options": options}
-    found = answers(newest_checkpoint(run), {"tasks": [task]}, run / "evaluation/recall", batch=50)
-    return next(row["value"] for row in found if row["metric"] == "accuracy")
+    rows = answers(newest_checkpoint(run), {"tasks": [task]}, run / "evaluation/recall", batch=50)
+    return next(row["value"] for row in rows if row["metric"] == "accuracy")

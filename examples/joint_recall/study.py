@@ -1,11 +1,11 @@
-"""Joint recall on a laptop, beside HAX's Table 5: Mamba and Mamba-2 as they are, and with sparse attention.
+"""Joint recall on a laptop, compared with HAX's Table 5: Mamba and Mamba-2, alone and with sparse attention.
 
-    python -m examples.joint_recall.study           hours on two cores; a study that was stopped continues
-    python -m examples.joint_recall.study --quick   tiny sizes, a minute: does it run, not what does it show
+    python -m examples.joint_recall.study           hours on two cores; a stopped study continues
+    python -m examples.joint_recall.study --quick   tiny sizes, a minute: checks that the study runs, not its result
 
-The sweep recall.yaml trains each model on tables that grow, at two rates; the best of the first
-seed is trained from two more seeds for the models that the paper compares. Attention to everything, and the models as
-they are, say whether the size keeps models apart.
+The sweep recall.yaml trains each model on growing tables at two learning rates. The models that the paper compares are
+trained from two more seeds at their best rate. Runs with full attention, and the bare recurrences, show whether models
+of this size differ measurably.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from examples.results import ROOT, Results
 from examples.study import Measured, conduct, parse
 from hybridtron.proving.measuring import BenchReport, markdown
 
-LEAST_FULL = 0.9  # of attention to everything, so that a row can be learned
-BASE = (1.5, 5.0)  # times chance, between which the models as they are must lie
+LEAST_FULL = 0.9  # accuracy that full attention must reach, or the task cannot be learned
+BASE = (1.5, 5.0)  # range for the accuracy of bare recurrences, as multiples of chance
 
 
 def main(arguments: list[str]) -> int:
-    """Train what is missing, measure, and write. Returns the exit code."""
+    """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Joint recall on a laptop.", "joint_recall", arguments)
     sizes = QUICK if chosen.quick else STUDY
     data = chosen.runs / "data" if chosen.quick else ROOT / "data/joint_recall"
@@ -54,10 +54,10 @@ def main(arguments: list[str]) -> int:
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
-    """The page of what has been measured."""
-    found: dict[str, dict[str, list[float]]] = {}
+    """Write the page of the measured runs."""
+    accuracies: dict[str, dict[str, list[float]]] = {}
     for run, result in [pair for part in measured.values() for pair in part]:
-        found.setdefault(run.variant, {}).setdefault(run.values[RATE], []).append(result.found)
+        accuracies.setdefault(run.variant, {}).setdefault(run.values[RATE], []).append(result.found)
     trained = next(result.trained for part in measured.values() for _, result in part)
     phases = ", then ".join(f"{phase.tokens} tokens in rows of {phase.seq_len}" for phase in trained.phases)
     notes = [
@@ -67,19 +67,29 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
         "the rate is the best of those that have been tried on the first seed; ± is the deviation over seeds",
         *more,
     ]
-    (output / "joint_recall.md").write_text(page(found, notes), encoding="utf-8")
+    (output / "joint_recall.md").write_text(page(accuracies, notes), encoding="utf-8")
 
 
 def page(found: Mapping[str, Mapping[str, list[float]]], notes: list[str]) -> str:
-    """The whole page in Markdown; `found` is by variant and rate, the first seed's first."""
+    """Return the full page in Markdown.
+
+    `found` maps variants and rates to accuracies, the first seed's first.
+    """
     report = BenchReport("Joint recall on a laptop", notes=notes)
-    best = {name: max(of.items(), key=lambda pair: pair[1][0]) for name, of in found.items()}
+    best = {name: max(by_rate.items(), key=lambda pair: pair[1][0]) for name, by_rate in found.items()}
     rows = [
-        (name, rate, f"{len(got)}", spread(got), f"{statistics.mean(got) / CHANCE:.1f}x", f"{of_paper(name) or ''}")
-        for name, (rate, got) in best.items()
+        (
+            name,
+            rate,
+            f"{len(seeds)}",
+            spread(seeds),
+            f"{statistics.mean(seeds) / CHANCE:.1f}x",
+            f"{of_paper(name) or ''}",
+        )
+        for name, (rate, seeds) in best.items()
     ]
     report.table("Accuracy", ("model", "lr", "seeds", "accuracy", "over chance", "the paper's, %"), rows)
-    means = {name: statistics.mean(got) for name, (_, got) in best.items()}
+    means = {name: statistics.mean(seeds) for name, (_, seeds) in best.items()}
     report.table("What the paper says of pairs", HERE, claims(means))
     report.table("The whole order", ORDERS, orders(means))
     if why := list(reasons(means)):
@@ -90,7 +100,7 @@ def page(found: Mapping[str, Mapping[str, list[float]]], notes: list[str]) -> st
 
 
 def goals(report: BenchReport, base: str, means: Mapping[str, float]) -> None:
-    """Whether the size keeps models apart."""
+    """Add the checks that models of this size differ measurably."""
     if f"{base}+full" in means:
         report.at_least(f"{base} with attention to everything", LEAST_FULL, means[f"{base}+full"])
     if base in means and base != "samba":

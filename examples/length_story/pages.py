@@ -1,7 +1,7 @@
-"""What the length story shows, as a page and two pictures: perplexity over the position, and accuracy of copying.
+"""The page of the length story, with two pictures: perplexity over the position, and accuracy of copying.
 
-Numbers are means over seeds; the spread is the standard deviation of the seeds (n - 1), in pictures from the lowest
-seed to the highest.
+Numbers are means over seeds. The spread is the standard deviation over seeds (n - 1); bands in the pictures go from the
+lowest seed to the highest.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from examples.long_text import Curve, draw_seeds, spread
 from hybridtron.evaluate.pictures import picture
 from hybridtron.proving.measuring import BenchReport, markdown
 
-FAILS = 1.2  # times its least perplexity, that a base must reach at FAILS_AT times its context
+FAILS = 1.2  # ratio to its lowest perplexity that a failing base reaches at FAILS_AT times its context
 FAILS_AT = 4
-COPIES = 0.9  # of the letters, that a base trained from zero states must copy at the longest trained length
+COPIES = 0.9  # share of letters that a base trained from zero states must copy at the longest trained length
 COLORS = {"base": "black", "zero": "C2", "random": "C3", "fitted": "C1", "passing": "C0", "tbtt": "C4"}
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Of every run, by name and then by seed: perplexity by position, and accuracy by length of the string."""
+    """Results of all runs, by variant and then by seed.
+
+    `language` holds perplexities by position, `copying` accuracies by length of the string.
+    """
 
     context: int
     language: Mapping[str, Mapping[int, Curve]]
@@ -37,7 +40,7 @@ def curves(findings: Findings, name: str) -> list[Curve]:
 
 
 def page(findings: Findings, command: str) -> str:
-    """The whole page in Markdown."""
+    """Return the full page in Markdown."""
     report = BenchReport("Length generalization on a laptop", notes=["one thread a run", *findings.notes])
     seeds = zip(findings.language["base"], curves(findings, "base"), strict=True)
     bases = {f"seed {seed}": [curve] for seed, curve in seeds}
@@ -59,28 +62,31 @@ def ratio(curve: Curve, position: int) -> float:
 
 
 def read_lengths(findings: Findings) -> list[int]:
-    """The context, four times of it, and so on to the end of what was read."""
+    """Return the context, four times the context, and so on up to the longest measured position."""
     longest = max(curve.ends[-1] for curve in curves(findings, "base"))
-    found = [findings.context * 4**power for power in range(8) if findings.context * 4**power <= longest]
-    return found if found[-1] == longest else [*found, longest]
+    lengths = [findings.context * 4**power for power in range(8) if findings.context * 4**power <= longest]
+    return lengths if lengths[-1] == longest else [*lengths, longest]
 
 
 def perplexity_rows(
     findings: Findings, report: BenchReport, title: str, rows: Mapping[str, Sequence[Curve]], picture: str = ""
 ) -> None:
-    """The curves of each row: their least perplexity, those at some positions, and these over the least."""
+    """Add a table with a row for each group of curves.
+
+    Its columns are the lowest perplexity, the perplexity at several positions, and the ratios of these to the lowest.
+    """
     lengths = read_lengths(findings)
     names = [f"{length // findings.context}x" for length in lengths]
     header = ("run", "least", *(f"at {name}" for name in names), *(f"{name} / least" for name in names[1:]))
     cells = []
     for name, of_row in rows.items():
-        values = [[c.least, *map(c.at, lengths), *(ratio(c, one) for one in lengths[1:])] for c in of_row]
+        values = [[c.least, *map(c.at, lengths), *(ratio(c, position) for position in lengths[1:])] for c in of_row]
         cells.append((name, *map(spread, zip(*values, strict=True))))
     report.table(title, header, cells, picture)
 
 
 def copying_rows(findings: Findings, report: BenchReport) -> None:
-    """Accuracy over the length of the string."""
+    """Add the table of copying accuracy by length of the string."""
     lengths = list(next(iter(next(iter(findings.copying.values())).values())))
     cells = [
         (name, *(spread([of_seed[length] for of_seed in seeds.values()]) for length in lengths))
@@ -93,7 +99,7 @@ def copying_rows(findings: Findings, report: BenchReport) -> None:
 
 
 def draw(findings: Findings, folder: Path) -> None:
-    """Both pictures."""
+    """Draw both pictures into a folder."""
     draw_perplexity(findings, folder / "length_story.png")
     draw_copying(findings, folder / "length_story_copying.png")
 

@@ -1,6 +1,6 @@
-"""What the length story trains (language.yaml, copying.yaml) and measures, and the strings that are copied.
+"""Training runs of the length story (language.yaml, copying.yaml), their measurements, and the copying data.
 
-python -m examples.length_story.runs data      the strings of recipe=copying_45m, in data/strings
+python -m examples.length_story.runs data      writes the strings of recipe=copying_45m into data/strings
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from hybridtron.tasks.copying import FIXED, SYMBOLS, Copying
 from hybridtron.tasks.tokens import ByteTokens
 
 HERE = Path(__file__).parent
-FURTHER = ("zero-small", "passing-small")  # of copying: an experiment of one seed
-END = len(SYMBOLS)  # of a row, behind the task's own vocabulary
+FURTHER = ("zero-small", "passing-small")  # a copying experiment with one seed
+END = len(SYMBOLS)  # the token that ends a row: the next number after the task's vocabulary
 VALIDATION_ROWS = 200
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: the real story, or one of seconds."""
+    """The sizes of a story: the real one, or a quick one that takes seconds."""
 
     seeds: tuple[str, ...] = ("1", "2", "3")
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # all, or these with further settings
-    multiples: int = 16  # of the training context, that are read
-    rows: int = 1024  # of held-out text that are read, evenly over all of it
-    copy_lengths: tuple[int, int] = (10, 20)  # of the strings trained on
+    multiples: int = 16  # length of evaluated rows, in training contexts
+    rows: int = 1024  # evaluated rows, spread evenly over the held-out text
+    copy_lengths: tuple[int, int] = (10, 20)  # shortest and longest string of training
     copy_test: tuple[int, ...] = (10, 15, 20, 30, 40, 60)  # lengths that are tested
-    copy_tokens: int = 127  # of a row of packed strings, without the end of document
+    copy_tokens: int = 127  # length of a row of packed strings, without the end of document
     copy_rows: int = 70_400
-    copy_samples: int = 128  # of each length that is tested
+    copy_samples: int = 128  # samples of each tested length
 
 
 STORY = Sizes()
@@ -65,7 +65,7 @@ QUICK = Sizes(
 
 
 def part_of(part: str, sizes: Sizes, root: Path) -> Part:
-    """The runs of `language` or of `copying`, at these sizes, and what is measured on them."""
+    """Return the part `language` or `copying`: its runs with their data, and its measurement."""
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
         added = sizes.variants.get(f"{part}/{run.variant}", None if sizes.variants else ())
@@ -86,7 +86,10 @@ def part_of(part: str, sizes: Sizes, root: Path) -> Part:
 
 
 def write_copying_data(sizes: Sizes, root: Path) -> None:
-    """Prepared tokens in which every document is a row of packed strings: with its end, which is not learned."""
+    """Write a prepared folder in which every document is one row of packed strings.
+
+    The loss mask leaves out the end of each row. A folder that exists is kept.
+    """
     import numpy as np
     from tokenizers import Tokenizer, models
 
@@ -111,13 +114,16 @@ def write_copying_data(sizes: Sizes, root: Path) -> None:
 
 
 def of_text(run: Path, sizes: Sizes) -> dict[str, Any]:
-    """Perplexity by position, up to many times as far as the rows of training reach."""
+    """Measure perplexity by position, over rows many times as long as those of training."""
     losses = long_text_losses(run, sizes.multiples, sizes.rows)
     return asdict(Curve.of(losses, len(losses) // sizes.multiples))
 
 
 def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:
-    """By length of the string: the share of its copy's letters that are the likeliest, given the right ones before."""
+    """Measure the accuracy of copying at each string length.
+
+    It is the share of letters that the model finds likeliest, given the right letters before them.
+    """
     from hybridtron.cli.given import newest_checkpoint
 
     lengths = [2 * letters + FIXED for letters in sizes.copy_test]

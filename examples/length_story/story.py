@@ -1,14 +1,14 @@
-"""Length generalization on a laptop, from a base that fails beyond its context to what repairs it.
+"""Length generalization on a laptop: a base model that fails beyond its context, and the training that repairs it.
 
-    python -m examples.length_story.story            tens of minutes on two cores; a story that was stopped continues
-    python -m examples.length_story.story --quick    tiny sizes, seconds: does it run, not what does it show
+    python -m examples.length_story.story            tens of minutes on two cores; a stopped story continues
+    python -m examples.length_story.story --quick    tiny sizes, seconds: checks that it runs, not its result
 
-The sweep language.yaml trains recipe=mamba2_laptop from three seeds and post-trains each by every recipe of
-configs/recipe/length; held-out text is read at many times the context (Figure 5 of the length-generalization paper).
-The sweep copying.yaml trains copying with and without passed states (its Table 1). Runs stand in runs/length_story;
-pictures and a table go to benchmarks/, whatever they say.
+The sweep language.yaml trains recipe=mamba2_laptop from three seeds and post-trains each model by every recipe of
+configs/recipe/length. Held-out text is then read at many times the context (Figure 5 of the length-generalization
+paper). The sweep copying.yaml trains copying with and without passed states (its Table 1). Runs are stored in
+runs/length_story; pictures and a table go to benchmarks/, whatever their result.
 
-Exit codes: 0 written, 1 a run failed, 2 a wrong argument, or runs of other settings stand in the folder, 75 stopped.
+Exit codes: 0 written; 1 a run failed; 2 a wrong argument, or the folder holds runs with other settings; 75 stopped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = ("language", "copying")
 
 
 def main(arguments: list[str]) -> int:
-    """Train what is missing, measure, and write. Returns the exit code."""
+    """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Length generalization on a laptop: pretrain, post-train, measure.", "length_story", arguments)
     sizes = QUICK if chosen.quick else STORY
     write_copying_data(sizes, chosen.runs)
@@ -38,14 +38,17 @@ def main(arguments: list[str]) -> int:
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
-    """Page and pictures of what has been measured."""
+    """Write the page and the pictures of the measured runs.
+
+    Raises Unusable if one of the parts has no finished run.
+    """
     from examples.length_story.pages import Findings, draw, page
 
     if missing := [part for part in PARTS if not measured[part]]:
         raise Unusable(f"no run of {' and '.join(missing)} has finished")
     language = by_variant(measured, "language")
     copying = by_variant(measured, "copying")
-    curves = {name: {seed: Curve(**found) for seed, found in seeds.items()} for name, seeds in language.items()}
+    curves = {name: {seed: Curve(**curve) for seed, curve in seeds.items()} for name, seeds in language.items()}
     base = measured["language"][0][1].trained
     post_trained = measured["language"][-1][1].trained
     notes = [
@@ -62,15 +65,15 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
 
 
 def by_variant(measured: Measured, part: str) -> dict[str, dict[int, Any]]:
-    """What was found, by variant and seed."""
-    found: dict[str, dict[int, Any]] = {}
+    """Group the results of a part by variant and seed."""
+    results: dict[str, dict[int, Any]] = {}
     for run, result in measured[part]:
-        found.setdefault(run.variant, {})[int(run.values[SEED])] = result.found
-    return found
+        results.setdefault(run.variant, {})[int(run.values[SEED])] = result.found
+    return results
 
 
 def described(base: Trained, post: Trained) -> list[str]:
-    """What was done, in words."""
+    """Return notes that describe the base model and the post-training."""
     phase = base.phases[0]
     letter = next(iter(base.layers.values()))
     model = f"{readable(base.parameters)} parameters, {base.pattern}, width {base.width}, state {letter['state']}"
@@ -83,7 +86,7 @@ def described(base: Trained, post: Trained) -> list[str]:
 
 
 def copying_described(copied: Trained, sizes: Sizes) -> str:
-    """What was copied, and how that was learned."""
+    """Return the note that describes the copying task and its training."""
     phase = copied.phases[0]
     (shortest, longest) = sizes.copy_lengths
     return (

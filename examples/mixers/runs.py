@@ -1,4 +1,4 @@
-"""What the study of mixers trains (text.yaml, recall.yaml) and measures, and the rows of MQAR."""
+"""Training runs of the mixer study (text.yaml, recall.yaml), their measurements, and the rows of MQAR."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hybridtron.sweep.grid import SEED, SweepRun
 HERE = Path(__file__).parent
 SEQ_LEN = "phases.0.seq_len"
 VOCABULARY = 512
-PAIRS = {64: 4, 128: 8}  # by the tokens of a row without its end
+PAIRS = {64: 4, 128: 8}  # row length without its end -> number of pairs
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: the real study, or one of a minute."""
+    """The sizes of a study: the real one, or a quick one that takes a minute."""
 
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by the sweep's name
     variants: tuple[str, ...] | None = None  # None: all
     seeds: tuple[str, ...] = ("1", "2", "3")
-    multiples: int = 16  # of the training length, that are read
-    rows: int = 128  # of held-out text that are read, evenly over all of it
-    training: int = 100_000  # rows of MQAR of each length
+    multiples: int = 16  # length of evaluated rows, in training lengths
+    rows: int = 128  # evaluated rows, spread evenly over the held-out text
+    training: int = 100_000  # MQAR rows of each length
     asked: int = 500
 
 
@@ -51,7 +51,7 @@ QUICK = Sizes(
 
 
 def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:
-    """The runs of `text` or of `recall`, at these sizes, and what is measured on them."""
+    """Return the part `text` or `recall`: its runs with their data, and its measurement."""
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
         if run.values[SEED] not in sizes.seeds or (sizes.variants is not None and run.variant not in sizes.variants):
@@ -73,7 +73,10 @@ def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:
 
 
 def write_rows(sizes: Sizes, data: Path) -> None:
-    """For each length a folder in which every sample of MQAR, with its end, is one row."""
+    """Write a prepared folder for each length; every MQAR sample, with its end, is one row.
+
+    Folders that exist are kept.
+    """
     from hybridtron.cli.tasks import prepare_main
 
     for length, pairs in PAIRS.items():
@@ -86,14 +89,14 @@ def write_rows(sizes: Sizes, data: Path) -> None:
 
 
 def of_text(run: Path, sizes: Sizes) -> dict[str, Any]:
-    """The mean loss of the positions that are trained, and perplexity by position up to many times as far."""
+    """Measure the mean loss within the training length, and perplexity by position far beyond it."""
     losses = long_text_losses(run, sizes.multiples, sizes.rows)
     context = len(losses) // sizes.multiples
     return {"loss": statistics.mean(losses[:context]), "curve": asdict(Curve.of(losses, context))}
 
 
 def of_recall(run: Path, sizes: Sizes) -> float:
-    """The share of values that are the likeliest, of samples that are not trained on."""
+    """Measure recall on samples that were not trained on: the share of values that the model finds likeliest."""
     from hybridtron.cli.given import newest_checkpoint
     from hybridtron.config.load import load_saved
 

@@ -1,12 +1,12 @@
 """Recurrences at equal size on a laptop: loss, longer texts than trained on, recall, and speed.
 
-    python -m examples.mixers.study           hours on two cores; a study that was stopped continues
-    python -m examples.mixers.study --quick   tiny sizes, a minute: does it run, not what does it show
+    python -m examples.mixers.study           hours on two cores; a stopped study continues
+    python -m examples.mixers.study --quick   tiny sizes, a minute: checks that the study runs, not its result
 
 The sweep text.yaml trains each mixer on text from three seeds and reads held-out text of up to 16 times the training
-length; recall.yaml trains multi-query associative recall (MQAR). Runs stand in runs/mixers, rows of MQAR in
-data/mixers; the page and the picture go to benchmarks/, whatever they say. Speed is measured when the page is written,
-in turns, so that it does not depend on what ran beside the training.
+length; recall.yaml trains multi-query associative recall (MQAR). Runs are stored in runs/mixers, MQAR rows in
+data/mixers; the page and the picture go to benchmarks/, whatever their result. Speed is measured when the page is
+written, with the mixers in turns, so that other work beside the training does not distort it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hybridtron.proving.steps import Steps, checked, one_process, random_batches
 from hybridtron.sweep.grid import SEED, SweepRun
 
 YARDSTICK = "mamba"
-WORST_LOSS = 1.2  # times the yardstick's, that a mixer may have
+WORST_LOSS = 1.2  # largest allowed ratio of a mixer's loss to the yardstick's
 LEAST_RECALL = 0.05  # far above chance, which is 1 of 256 values
-ROUNDS = 5  # steps of each mixer that are timed
+ROUNDS = 5  # timed steps of each mixer
 
 
 @dataclass
 class Found:
-    """Of a mixer, by seed: loss and perplexity by position; by tokens of a row: recall; and the time of a step."""
+    """Results of one mixer: losses and curves by seed, recall by length of the row, and the time of a step."""
 
     parameters: int
     losses: dict[int, float] = field(default_factory=dict)
@@ -46,46 +46,49 @@ class Found:
 
 
 def main(arguments: list[str]) -> int:
-    """Train what is missing, measure, and write. Returns the exit code."""
+    """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Recurrences at equal size on a laptop.", "mixers", arguments)
     sizes = QUICK if chosen.quick else STUDY
     data = chosen.runs / "data" if chosen.quick else ROOT / "data/mixers"
     if not chosen.measure:
         write_rows(sizes, data)
     planned = {part: partial(part_of, part, sizes, chosen.runs, data) for part in ("text", "recall")}
-    return conduct(chosen, lambda: {part: made() for part, made in planned.items()}, partial(write, sizes))
+    return conduct(chosen, lambda: {part: make_part() for part, make_part in planned.items()}, partial(write, sizes))
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
-    """Page and picture of what has been measured."""
+    """Write the page and the picture of the measured runs.
+
+    Times the steps too. Raises Unusable if the yardstick has no finished run on text.
+    """
     if not any(run.variant == YARDSTICK for run, _ in measured["text"]):
         raise Unusable(f"no run of {YARDSTICK} on text has finished, with which the page compares")
-    found = gathered(measured["text"], measured["recall"])
+    by_mixer = gathered(measured["text"], measured["recall"])
     for name, timing in step_times([run for run, _ in measured["text"]]).items():
-        found[name].step = timing
+        by_mixer[name].step = timing
     of_text, of_recall = (next((result.trained for _, result in measured[part]), None) for part in ("text", "recall"))
     assert of_text is not None
     context = of_text.phases[0].seq_len
-    draw(found, context, output / "mixers.png")
+    draw(by_mixer, context, output / "mixers.png")
     notes = [*described(of_text, of_recall, sizes), *more]
-    (output / "mixers.md").write_text(page(found, context, notes), encoding="utf-8")
+    (output / "mixers.md").write_text(page(by_mixer, context, notes), encoding="utf-8")
 
 
 def gathered(text: Sequence[tuple[SweepRun, Result]], recall: Sequence[tuple[SweepRun, Result]]) -> dict[str, Found]:
-    """By mixer, in the order of the sweep."""
-    found: dict[str, Found] = {}
+    """Group the results of both parts by mixer, in the order of the sweep."""
+    by_mixer: dict[str, Found] = {}
     for run, result in text:
-        one = found.setdefault(run.variant, Found(result.trained.parameters))
-        one.losses[int(run.values[SEED])] = result.found["loss"]
-        one.curves[int(run.values[SEED])] = Curve(**result.found["curve"])
+        mixer = by_mixer.setdefault(run.variant, Found(result.trained.parameters))
+        mixer.losses[int(run.values[SEED])] = result.found["loss"]
+        mixer.curves[int(run.values[SEED])] = Curve(**result.found["curve"])
     for run, result in recall:
-        if run.variant in found:
-            found[run.variant].recall[result.trained.phases[0].seq_len - 1] = result.found
-    return found
+        if run.variant in by_mixer:
+            by_mixer[run.variant].recall[result.trained.phases[0].seq_len - 1] = result.found
+    return by_mixer
 
 
 def step_times(runs: Sequence[SweepRun]) -> dict[str, Timing]:
-    """Steps of each mixer's first run in turns, by processor time."""
+    """Time training steps of each mixer's first run in turns, by processor time."""
     configs = {run.variant: checked(run.settings) for run in reversed(runs)}
     with one_process(next(iter(configs.values()))) as groups:
         forms = {name: Steps(config, groups, random_batches(config)) for name, config in configs.items()}
@@ -93,7 +96,7 @@ def step_times(runs: Sequence[SweepRun]) -> dict[str, Timing]:
 
 
 def described(text: Trained, recall: Trained | None, sizes: Sizes) -> list[str]:
-    """What was done, in words."""
+    """Return notes that describe training and evaluation."""
     phase = text.phases[0]
     notes = [
         f"text: {text.pattern}, width {text.width}, {phase.tokens} tokens of {text.source} text "
@@ -113,45 +116,45 @@ def described(text: Trained, recall: Trained | None, sizes: Sizes) -> list[str]:
 
 
 def page(found: Mapping[str, Found], context: int, notes: Sequence[str]) -> str:
-    """The whole page in Markdown."""
+    """Return the full page in Markdown."""
     report = BenchReport("Recurrences at equal size on a laptop", notes=list(notes))
-    last = max(curve.ends[-1] for one in found.values() for curve in one.curves.values())
+    last = max(curve.ends[-1] for mixer in found.values() for curve in mixer.curves.values())
     multiples = [2**power for power in range(10) if context * 2**power <= last]
     header = ("mixer", "parameters", "loss", *(f"perplexity at {multiple}x" for multiple in multiples))
     cells = [
         (
             name,
-            f"{one.parameters:,}",
-            spread(list(one.losses.values())),
-            *(spread([curve.at(context * multiple) for curve in one.curves.values()]) for multiple in multiples),
+            f"{mixer.parameters:,}",
+            spread(list(mixer.losses.values())),
+            *(spread([curve.at(context * multiple) for curve in mixer.curves.values()]) for multiple in multiples),
         )
-        for name, one in found.items()
+        for name, mixer in found.items()
     ]
     report.table("Text", header, cells, "mixers.png")
     recall_rows(report, found)
     speed_rows(report, found)
     least = statistics.mean(found[YARDSTICK].losses.values())
-    for name, one in found.items():
-        ratio = statistics.mean(one.losses.values()) / least
+    for name, mixer in found.items():
+        ratio = statistics.mean(mixer.losses.values()) / least
         report.at_most(f"loss of {name} / that of {YARDSTICK}", WORST_LOSS, ratio)
-        for tokens, accuracy in one.recall.items():
+        for tokens, accuracy in mixer.recall.items():
             report.at_least(f"recall of {name} at {tokens} tokens", LEAST_RECALL, accuracy)
     return markdown(report, "make mixers")
 
 
 def recall_rows(report: BenchReport, found: Mapping[str, Found]) -> None:
-    """Accuracy by length of the row."""
+    """Add the table of recall by row length."""
     header = ("mixer", *(f"{tokens} tokens, {pairs} pairs" for tokens, pairs in PAIRS.items()))
     cells = [
-        (name, *(f"{one.recall[tokens]:.3f}" if tokens in one.recall else "" for tokens in PAIRS))
-        for name, one in found.items()
+        (name, *(f"{mixer.recall[tokens]:.3f}" if tokens in mixer.recall else "" for tokens in PAIRS))
+        for name, mixer in found.items()
     ]
     report.table("Values that were recalled (MQAR)", header, cells)
 
 
 def speed_rows(report: BenchReport, found: Mapping[str, Found]) -> None:
-    """The time of a step over the yardstick's."""
-    steps = {name: one.step for name, one in found.items() if one.step is not None}
+    """Add the table of step times, as multiples of the yardstick's."""
+    steps = {name: mixer.step for name, mixer in found.items() if mixer.step is not None}
     cells = [
         (name, f"{step.fastest / steps[YARDSTICK].fastest:.2f}x", f"+{step.spread:.0%}") for name, step in steps.items()
     ]
@@ -160,10 +163,10 @@ def speed_rows(report: BenchReport, found: Mapping[str, Found]) -> None:
 
 
 def draw(found: Mapping[str, Found], context: int, path: Path) -> None:
-    """Perplexity by position."""
+    """Draw perplexity by position for every mixer."""
     with picture(path) as axes:
-        for number, (name, one) in enumerate(found.items()):
-            curves = list(one.curves.values())
+        for number, (name, mixer) in enumerate(found.items()):
+            curves = list(mixer.curves.values())
             draw_seeds(axes, curves[0].ends, [curve.perplexities for curve in curves], f"C{number}", name, "-")
         axes.axvline(context, color="black", linestyle=":", linewidth=0.8, label=f"trained on {context}")
         axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")

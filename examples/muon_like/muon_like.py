@@ -1,8 +1,8 @@
 """An optimizer with two kinds of state: orthogonalized momentum for the large matrices, AdamW for all other weights.
 
-For a matrix the momentum m <- b1 m + g is replaced by the nearest orthogonal matrix, by five steps of Newton-Schulz's
-iteration (Jordan et al., Muon), and each row is then divided by a running root mean square of its entries. The state of
-a matrix is its momentum, of the matrix's shape, and one value a row.
+A matrix's momentum m <- b1 m + g is replaced by the nearest orthogonal matrix, with five steps of Newton-Schulz's
+iteration (Jordan et al., Muon). Each row is then divided by a running root mean square of its entries. The state of a
+matrix is its momentum, with the matrix's shape, and one value for each row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MuonLike(UpdateRule):
         return self.others.parts(name, weight)
 
     def needs_whole(self, name: str, weight: Parameter) -> bool:
-        return weight.fp8  # which marks the large projections; embedding and head are not among them
+        return weight.fp8  # the flag of the large projections; embedding and head do not have it
 
     def direction(
         self, name: str, weight: Parameter, gradient: Tensor, parts: dict[str, Tensor], settings: UpdateSettings
@@ -44,7 +44,7 @@ class MuonLike(UpdateRule):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Near U V^T of the matrix U S V^T."""
+    """Return an approximation to U V^T, for the matrix U S V^T, by five Newton-Schulz steps."""
     a, b, c = COEFFICIENTS
     x = matrix / matrix.norm().clamp(min=1e-12)
     for _ in range(5):

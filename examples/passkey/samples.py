@@ -1,4 +1,8 @@
-"""What the study trains on and asks: samples of passkey of one length a folder, and the answers of every checkpoint."""
+"""Training data of the passkey study, and the evaluation of its checkpoints.
+
+Samples of each length are in a folder of their own. The last checkpoint is evaluated at several lengths, the earlier
+ones at the training length.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +23,25 @@ from hybridtron.train.records import read_lines
 HERE = Path(__file__).parent
 END = "<|endoftext|>"
 TEXT = "text"  # the phase before the samples
-LONGER = "samba_longer"  # the variant with more steps of the last phase
+LONGER = "samba_longer"  # the variant with a longer last phase
 MIXED = (3, 4)  # phases that mix the lengths
-EVERY = 10  # steps, whose mean loss is a point of the picture
+EVERY = 10  # steps in each point of the loss curve
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: the real study, or one of a minute."""
+    """The sizes of a study: the real one, or a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
-    variants: tuple[str, ...] | None = None  # null: all
+    variants: tuple[str, ...] | None = None  # None: all
     digits: int = 4
     lengths: tuple[int, ...] = (128, 256, 512)  # of documents, end of text included
-    training: int = 12_000  # samples of each
+    training: int = 12_000  # samples of each length
     vocab_size: int = 1024
-    multiples: tuple[int, ...] = (1, 2, 4, 8, 16)  # of the longest, that are asked
-    trained: int = 220  # samples asked at the training length
-    longer: int = 55  # and at each of the others
-    steps: int = 22  # samples asked of each checkpoint on the way
+    multiples: tuple[int, ...] = (1, 2, 4, 8, 16)  # evaluated lengths, as multiples of the longest
+    trained: int = 220  # evaluated samples at the training length
+    longer: int = 55  # evaluated samples at each other length
+    steps: int = 22  # evaluated samples of each earlier checkpoint
 
 
 STUDY = Sizes()
@@ -57,7 +61,10 @@ QUICK = Sizes(
 
 
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
-    """The runs, on the samples of a folder, and what is asked of them."""
+    """Return the sweep with its data paths and its measurement.
+
+    `data` is the folder with the text and the samples.
+    """
     paths = [f"phases.{phase}.data.path={data / str(length)}" for phase, length in enumerate(sizes.lengths[:-1], 1)]
     paths += [
         f"phases.{phase}.data.mixture.length{length}.path={data / str(length)}"
@@ -79,7 +86,10 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
 
 
 def write_samples(sizes: Sizes, data: Path) -> None:
-    """The text and its tokenizer, and for each length a folder in which every sample, with its end, is one row."""
+    """Write the text with its tokenizer, and a prepared folder of samples for each length.
+
+    In those folders every sample, with its end of text, is one row. Folders that exist are kept.
+    """
     from hybridtron.cli.prepare_data import main as prepare
     from hybridtron.cli.tasks import write_main
     from hybridtron.data.prepare.embedded import prepare_embedded
@@ -103,7 +113,10 @@ def write_samples(sizes: Sizes, data: Path) -> None:
 
 
 def asked(sizes: Sizes, lengths: Mapping[int, int]) -> dict[str, Any]:
-    """What `hybridtron evaluate --tasks` reads: numbers of samples by multiples of the longest row."""
+    """Return the content of a file for `hybridtron evaluate --tasks`.
+
+    `lengths` maps multiples of the longest row to numbers of samples.
+    """
     options = {"digits": sizes.digits}
     tasks = [
         {"task": "passkey", "lengths": [multiple * sizes.lengths[-1]], "samples": samples, "options": options}
@@ -114,9 +127,10 @@ def asked(sizes: Sizes, lengths: Mapping[int, int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a run: rows of the last checkpoint by length, of the text phase's, and numbers by step.
+    """Results of a run.
 
-    Losses are means over EVERY steps.
+    `last` and `text` are rows by length, of the last checkpoint and of the text phase's. `accuracy` and `losses` are
+    pairs of step and value; losses are means over EVERY steps.
     """
 
     last: list[dict[str, Any]] = field(default_factory=list)
@@ -126,26 +140,29 @@ class Found:
 
 
 def answers_of(run: Path, sizes: Sizes, zero_shot: bool) -> Found:
-    """Asked of every checkpoint since the text, and of the last at all lengths (of the text's where `zero_shot`)."""
+    """Evaluate every checkpoint from the end of the text phase on, and the last one at all lengths.
+
+    With `zero_shot` the checkpoint at the end of the text phase is evaluated at all lengths too.
+    """
     lines = read_lines(run / "metrics.jsonl")
     ended = max(line["step"] for line in lines if line["phase"] == TEXT)
-    whole = {one: sizes.trained if one == 1 else sizes.longer for one in sizes.multiples}
+    samples = {multiple: sizes.trained if multiple == 1 else sizes.longer for multiple in sizes.multiples}
     checkpoints = {step: folder for folder in all_of(run) if (step := step_of(folder)) >= ended}
     accuracy = []
     for step, folder in checkpoints.items():
         rows = exact(answers(folder, asked(sizes, {1: sizes.steps}), run / "evaluation/by_step" / folder.name))
         accuracy.append((step, rows[0]["value"]))
-    last = exact(answers(checkpoints[max(checkpoints)], asked(sizes, whole), run / "evaluation/last"))
-    text = exact(answers(checkpoints[ended], asked(sizes, whole), run / "evaluation/text")) if zero_shot else []
+    last = exact(answers(checkpoints[max(checkpoints)], asked(sizes, samples), run / "evaluation/last"))
+    text = exact(answers(checkpoints[ended], asked(sizes, samples), run / "evaluation/text")) if zero_shot else []
     return Found(last, text, accuracy, means([line for line in lines if line["phase"] != TEXT]))
 
 
 def means(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """The mean loss of every few steps, at the last of them."""
+    """Return pairs of step and loss: the mean loss of every EVERY steps, at the last of them."""
     parts = [lines[begin : begin + EVERY] for begin in range(0, len(lines), EVERY)]
     return [(part[-1]["step"], round(statistics.mean(line["loss"] for line in part), 5)) for part in parts]
 
 
 def exact(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the key itself, without what they were measured with."""
+    """Return the rows of the metric `exact`, without the `about` that says how they were measured."""
     return [{key: row[key] for key in row if key != "about"} for row in rows if row["metric"] == "exact"]

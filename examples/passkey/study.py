@@ -1,12 +1,12 @@
-"""Passkey retrieval on a laptop: a Samba and its sibling without Mamba, and what fitted noise does for a Mamba-2.
+"""Passkey retrieval on a laptop: a Samba and its sibling without Mamba, and the effect of fitted noise on a Mamba-2.
 
-    python -m examples.passkey.study           an hour on two cores; a study that was stopped continues
-    python -m examples.passkey.study --quick   tiny sizes, a minute: does it run, not what does it show
+    python -m examples.passkey.study           an hour on two cores; a stopped study continues
+    python -m examples.passkey.study --quick   tiny sizes, a minute: checks that the study runs, not its result
 
-The sweep passkey.yaml trains recipe=passkey_laptop: text, then samples of 128, 256 and 512 tokens of which the answer
-alone is learned. Each checkpoint on the way is asked at 512 tokens, the last at up to 16 times that (Figures 4, 6 and 7
-of the Samba paper; Figure 7 of the length-generalization paper). Runs stand in runs/passkey, samples in data/passkey;
-pictures and tables go to benchmarks/, whatever they say.
+The sweep passkey.yaml trains recipe=passkey_laptop: text, then samples of 128, 256 and 512 tokens, whose answers alone
+are learned. Each earlier checkpoint is evaluated at 512 tokens, the last one at up to 16 times that (Figures 4, 6 and 7
+of the Samba paper; Figure 7 of the length-generalization paper). Runs are stored in runs/passkey, samples in
+data/passkey; pictures and tables go to benchmarks/, whatever their result.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NAMES = {
     "mamba2": "Mamba-2",
     "mamba2_fitted": "Mamba-2, fitted noise",
 }
-WANTED = 0.9  # of Samba at the training length, at every depth
+WANTED = 0.9  # share of keys that Samba must find at the training length, at every depth
 Rows = list[dict[str, Any]]
 
 
 def main(arguments: list[str]) -> int:
-    """Train what is missing, measure, and write. Returns the exit code."""
+    """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Passkey retrieval on a laptop.", "passkey", arguments)
     sizes = QUICK if chosen.quick else STUDY
     data = chosen.runs / "data" if chosen.quick else ROOT / "data/passkey"
@@ -47,16 +47,16 @@ def main(arguments: list[str]) -> int:
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
-    """Page and pictures of what has been measured."""
+    """Write the page and the pictures of the measured runs."""
     runs = measured["passkey"]
-    found = {run.variant: Found(**result.found) for run, result in runs}
-    draw(found, sizes.lengths[-1], output)
+    results = {run.variant: Found(**result.found) for run, result in runs}
+    draw(results, sizes.lengths[-1], output)
     notes = [*described(runs, sizes), *more]
-    (output / "passkey.md").write_text(page(found, notes, sizes.lengths[-1]), encoding="utf-8")
+    (output / "passkey.md").write_text(page(results, notes, sizes.lengths[-1]), encoding="utf-8")
 
 
 def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str]:
-    """What was done, in words."""
+    """Return notes that describe models, training and evaluation."""
     notes = []
     for run, result in runs:
         trained = result.trained
@@ -76,9 +76,9 @@ def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str
 
 
 def page(found: Mapping[str, Found], notes: list[str], seq_len: int) -> str:
-    """The whole page in Markdown."""
+    """Return the full page in Markdown."""
     report = BenchReport("Passkey retrieval on a laptop", notes=notes)
-    named = {NAMES[variant]: one.last for variant, one in found.items()}
+    named = {NAMES[variant]: results.last for variant, results in found.items()}
     hybrid = {NAMES[name]: found[name].last for name in ("samba", LONGER, "swa") if name in found}
     table(report, "Keys that were found, by length", hybrid, "passkey_training.png")
     for variant in ("samba", "swa"):
@@ -95,7 +95,10 @@ def page(found: Mapping[str, Found], notes: list[str], seq_len: int) -> str:
 
 
 def of_mamba2(found: Mapping[str, Found]) -> dict[str, Rows]:
-    """Zero-shot, and both ways of training."""
+    """Return the Mamba-2 rows: zero-shot (after the text phase), and after both ways of training.
+
+    Variants without a result are left out.
+    """
     runs = {"from zero states": "mamba2", "from fitted noise": "mamba2_fitted"}
     tuned = {name: found[run].last for name, run in runs.items() if run in found}
     zero_shot = next((found[run].text for run in runs.values() if run in found), None)
@@ -103,39 +106,41 @@ def of_mamba2(found: Mapping[str, Found]) -> dict[str, Rows]:
 
 
 def table(report: BenchReport, title: str, runs: Mapping[str, Rows], picture: str) -> None:
-    """A row for each run, by length."""
+    """Add a table with a row for each run and a column for each length."""
     lengths = [row["length"] for row in next(iter(runs.values()))]
     header = ("run", *(f"{length} tokens" for length in lengths))
     report.table(title, header, [(name, *map(shown, rows)) for name, rows in runs.items()], picture)
 
 
 def depths(report: BenchReport, name: str, rows: Rows, picture: str) -> None:
-    """A row for each depth, by length."""
+    """Add a table with a row for each depth and a column for each length."""
     header = ("depth", *(f"{row['length']} tokens" for row in rows))
-    at = [{depth: value for depth, value, _ in row["by_depth"]} for row in rows]
-    cells = [(f"{one:.0%}", *(f"{row[one]:.2f}" if one in row else "" for row in at)) for one in at[0]]
+    by_depth = [{place: value for place, value, _ in row["by_depth"]} for row in rows]
+    cells = [
+        (f"{depth:.0%}", *(f"{row[depth]:.2f}" if depth in row else "" for row in by_depth)) for depth in by_depth[0]
+    ]
     report.table(f"{name}, by depth and length", header, cells, picture)
 
 
 def draw(found: Mapping[str, Found], seq_len: int, output: Path) -> None:
-    """All pictures."""
+    """Draw all pictures into a folder."""
     for variant in ("samba", "swa"):
         if variant in found:
             heat_map(NAMES[variant], found[variant].last, seq_len, output / f"passkey_{variant}.png")
-    draw_training({NAMES[variant]: one for variant, one in found.items()}, seq_len, output / "passkey_training.png")
+    draw_training({NAMES[variant]: run for variant, run in found.items()}, seq_len, output / "passkey_training.png")
     if mamba2 := of_mamba2(found):
         by_length({name: {"passkey": rows} for name, rows in mamba2.items()}, [seq_len], output / "passkey_mamba2.png")
 
 
 def draw_training(found: Mapping[str, Found], seq_len: int, output: Path) -> None:
-    """Loss of the answers, and keys that are found at the training length, over steps of training on keys."""
+    """Draw the loss of the answers, and the share of keys found at the training length, over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
     losses, accuracies = figure.subplots(2, 1, sharex=True)
-    for name, one in found.items():
-        losses.plot(*zip(*one.losses, strict=True), linewidth=0.9, label=name)
-        accuracies.plot(*zip(*one.accuracy, strict=True), "o-", markersize=3, linewidth=1, label=name)
+    for name, results in found.items():
+        losses.plot(*zip(*results.losses, strict=True), linewidth=0.9, label=name)
+        accuracies.plot(*zip(*results.accuracy, strict=True), "o-", markersize=3, linewidth=1, label=name)
     losses.set(yscale="log", ylabel="loss of the answer")
     accuracies.set(xlabel="step", ylabel=f"keys found at {seq_len} tokens", ylim=(-0.03, 1.03))
     for axes in (losses, accuracies):

@@ -1,4 +1,8 @@
-"""What a model recalls in rows of every length, by distance of needles, with full attention and as trained."""
+"""Recall of a model in rows of every length, by distance of the needles.
+
+Each model is read with full attention and with the attention that it was trained with. Values are counted in bins of
+the distance to their pair.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ VOCABULARY = 128
 NOISE = 64
 PAIRS = 16
 LENGTHS = (128, 256, 512, 1024, 2048)
-DISTANCES = (128, 256, 512, 1024, 2048)  # tokens from a value back to its pair: the ends of bins
+DISTANCES = (128, 256, 512, 1024, 2048)  # upper ends of the bins of distance, in tokens back to the pair
 WINDOW = 256
 SEED_OF_SAMPLES = 7
 BATCH = 16
@@ -29,7 +33,9 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Asked:
-    """Answers at a length: of each bin of distances how many were asked for, how many are right, and their nats."""
+    """Answers in rows of one length, by bins of distance: the number of asked values, of right answers, and the summed
+    loss in nats.
+    """
 
     asked: Sequence[int]
     right: Sequence[int]
@@ -41,55 +47,64 @@ class Asked:
 
     @property
     def perplexity(self) -> float:
-        """Of the values that are asked for, which is all that can be predicted of a row."""
+        """Perplexity of the asked values, the only predictable tokens of a row."""
         return math.exp(sum(self.nats) / sum(self.asked))
 
     def within(self, inside: bool) -> float | None:
-        """Recall of needles inside the window, or of those beyond it; None without any."""
+        """Return the recall of needles inside the window, or beyond it; None if there are none."""
         bins = [index for index, last in enumerate(DISTANCES) if (last <= WINDOW) == inside]
         asked = sum(self.asked[index] for index in bins)
         return sum(self.right[index] for index in bins) / asked if asked else None
 
 
 Readings = dict[ReadingAttention, dict[int, Asked]]
-"""By attention and length."""
+"""Answers by attention and length."""
 
 
 def task(pairs: int = PAIRS) -> MultiQueryRecall:
-    """Pairs at the beginning of a row, then noise, and each key again once, anywhere in it with one probability."""
+    """Return the MQAR task: pairs at the beginning of a row, then noise, in which each key appears once more.
+
+    The keys' places are drawn uniformly (`power=1.0`).
+    """
     from hybridtron.tasks.mqar import MultiQueryRecall
 
     return MultiQueryRecall(pairs=pairs, vocabulary=VOCABULARY, noise=NOISE, power=1.0, follows=True)
 
 
 def readings_of(record: Mapping[str, Any]) -> Readings:
-    """As a kept result has them; a model that was trained with full attention reads so in both ways."""
-    found = {
-        ReadingAttention(how): {int(length): Asked(**one) for length, one in by_length.items()}
+    """Parse a stored result.
+
+    A model trained with full attention has one reading, which stands for both.
+    """
+    readings = {
+        ReadingAttention(how): {int(length): Asked(**fields) for length, fields in by_length.items()}
         for how, by_length in record.items()
     }
-    return {how: found.get(how, found[ReadingAttention.full]) for how in ReadingAttention}
+    return {how: readings.get(how, readings[ReadingAttention.full]) for how in ReadingAttention}
 
 
 def recalled(run: Path, lengths: Sequence[int], rows: int) -> dict[str, Any]:
-    """What `readings_of` reads."""
+    """Measure a run at all lengths with each attention; `readings_of` parses the result.
+
+    An attention that gives the same model as one before is not measured twice.
+    """
     from hybridtron.cli.given import newest_checkpoint
     from hybridtron.evaluate.length import attention_at_eval
     from hybridtron.evaluate.served import served
 
-    found: dict[str, Any] = {}
+    answers_by_attention: dict[str, Any] = {}
     seen = list[dict[str, str]]()
     for how in ReadingAttention:
         with served(newest_checkpoint(run), attention=how) as model:
             attention = attention_at_eval(model.config.model)
             if attention not in seen:
-                found[how.value] = {str(length): at_length(model, length, rows) for length in lengths}
+                answers_by_attention[how.value] = {str(length): at_length(model, length, rows) for length in lengths}
             seen.append(attention)
-    return found
+    return answers_by_attention
 
 
 def at_length(model: Served, length: int, rows: int) -> dict[str, Sequence[float]]:
-    """The fields of `Asked`."""
+    """Measure answers in rows of one length; returns the fields of `Asked`."""
     asked, right, nats = ([0.0] * len(DISTANCES) for _ in range(3))
     for distance, loss, is_right in answers(model, length, rows):
         number = next(index for index, last in enumerate(DISTANCES) if distance <= last)
@@ -97,11 +112,14 @@ def at_length(model: Served, length: int, rows: int) -> dict[str, Sequence[float
         right[number] += is_right
         nats[number] += loss
     counts = {"asked": list(map(int, asked)), "right": list(map(int, right))}
-    return {**counts, "nats": [round(one, 3) for one in nats]}
+    return {**counts, "nats": [round(total, 3) for total in nats]}
 
 
 def answers(model: Served, length: int, rows: int) -> Iterator[tuple[int, float, bool]]:
-    """Of each value that is asked for: how far back its pair stands, its loss, and whether it is the likeliest."""
+    """Yield distance, loss and correctness of each asked value.
+
+    The distance is the number of tokens back to its pair; an answer is correct if it is the likeliest token.
+    """
     import torch
 
     from hybridtron.evaluate.length import fitting_chunk, of_labels
@@ -112,15 +130,15 @@ def answers(model: Served, length: int, rows: int) -> Iterator[tuple[int, float,
     for first in range(0, rows, BATCH):
         samples = every[first : first + BATCH]
         tokens_BT = torch.tensor([sample.tokens for sample in samples])
-        found_LBX = of_labels(model.read, tokens_BT, chunk, judged, (2,))
+        losses_LBX = of_labels(model.read, tokens_BT, chunk, judged, (2,))
         for row, sample in enumerate(samples):
             for number, place in enumerate(sample.meta["places"]):
-                loss, is_right = found_LBX[place, row].tolist()
+                loss, is_right = losses_LBX[place, row].tolist()
                 yield place - 2 * number, loss, bool(is_right)
 
 
 def judged(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
-    """Loss of each label, and whether it is the likeliest token."""
+    """Return for each label its loss, and whether it is the likeliest token, in a last axis of size 2."""
     import torch
 
     from hybridtron.evaluate.length import label_losses

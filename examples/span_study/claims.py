@@ -1,10 +1,10 @@
-"""What the paper says of its variants, and when a run of this study counts as agreeing with it.
+"""The paper's statements about its variants, and the rules by which a run of this study agrees with them.
 
-The statistic, fixed before the runs: recall over all answers in rows of 512, 1024 and 2048 tokens, the tuned length and
-2 and 4 times as far, read with full attention as the paper does, and compared from the same base, seed by seed. One
-model stands above another where its mean is 2 points higher and no seed says otherwise; two are level where their means
-are within 5 points. Where a variant has one seed, that one counts. Perplexities are the same within 10%, and steps take
-the same time within 20%, at the longest rows that are timed.
+The statistic was fixed before the runs. It is recall over all answers in rows of 512, 1024 and 2048 tokens, the tuned
+length and 2 and 4 times that, read with full attention as in the paper. Models are compared from the same base, seed by
+seed. One model stands above another if its mean is 2 points higher and no seed says otherwise; two are level if their
+means are within 5 points. A variant with one seed is judged by that one. Perplexities count as equal within 10%, and
+times of steps within 20%, at the longest timed rows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ SCORED = (512, 1024, 2048)
 FULL = ReadingAttention.full
 TRAINED = ReadingAttention.trained
 Found = Mapping[str, Mapping[str, Readings]]
-"""By variant and seed."""
+"""Readings by variant and seed."""
 COLUMNS = ("figure", "what the paper says", "ours (by seed)", "agrees")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A pair of models, each as it reads: the first stands above the other (`above`), does not (`not_above`), or both
-    are `level`."""
+    """A comparison of two models, each read with an attention of `reads`.
+
+    Its `kind` is `above` (the first stands above the other), `not_above`, or `level`.
+    """
 
     figure: str
     says: str
@@ -63,44 +65,44 @@ CLAIMS = (
     Claim("12", "SE above landmarks", "SE", "LM"),
     Claim("13", "S2 at the rate of the others not above S2 at a tenth of it", "S2", "S2-lr=2e-4", kind="not_above"),
 )
-"""Figure 3(d), the number of retrieved tokens, is not asked here."""
+"""All claims but Figure 3(d), the number of retrieved tokens, which this study does not test."""
 ADAPTERS = ("SE", "SE-lora_plus", "SE-lora")
 ATTENTIONS = ("SW", "full", "S2", "SE")
 
 
 def score(readings: Readings, how: ReadingAttention = FULL) -> float:
-    """The statistic of one run."""
-    found = [readings[how][length] for length in SCORED if length in readings[how]]
-    return sum(sum(one.right) for one in found) / sum(sum(one.asked) for one in found)
+    """Return the statistic of one run: its recall over all answers at the scored lengths."""
+    scored = [readings[how][length] for length in SCORED if length in readings[how]]
+    return sum(sum(answers.right) for answers in scored) / sum(sum(answers.asked) for answers in scored)
 
 
 def differences(found: Found, claim: Claim) -> list[float]:
-    """By how much the first stands above the other, of every seed that both have."""
+    """Return the first model's score minus the other's, for each seed that both have."""
     ours = found.get(claim.one, {})
     theirs = found.get(claim.other, {})
-    one, other = claim.reads
-    return [score(ours[seed], one) - score(theirs[seed], other) for seed in ours if seed in theirs]
+    our_reading, their_reading = claim.reads
+    return [score(ours[seed], our_reading) - score(theirs[seed], their_reading) for seed in ours if seed in theirs]
 
 
 def agrees(claim: Claim, by: list[float]) -> bool:
-    """Whether these differences are what the claim says."""
+    """Return True if these differences by seed agree with the claim."""
     mean = statistics.mean(by)
     above = mean >= ABOVE and min(by) > 0
     return {"above": above, "not_above": not above, "level": abs(mean) <= LEVEL}[claim.kind]
 
 
 def judged(found: Found, costs: Costs) -> Iterator[tuple[str, ...]]:
-    """The rows of a table: each claim of models that have been trained."""
+    """Yield the rows of a table: each claim about models that have been trained."""
     for claim in CLAIMS:
         if by := differences(found, claim):
-            each = ", ".join(f"{100 * one:+.1f}" for one in by)
-            yield claim.figure, claim.says, f"{100 * statistics.mean(by):+.1f} points ({each})", said(agrees(claim, by))
+            gaps = ", ".join(f"{100 * gap:+.1f}" for gap in by)
+            yield claim.figure, claim.says, f"{100 * statistics.mean(by):+.1f} points ({gaps})", said(agrees(claim, by))
     yield from _perplexities(found)
     yield from _times(costs)
 
 
 def _perplexities(found: Found) -> Iterator[tuple[str, ...]]:
-    """Tables 2 and 3."""
+    """Yield the rows for Tables 2 and 3."""
     far = {name: _perplexity(found[name], TRAINED, max(LENGTHS)) for name in ATTENTIONS if name in found}
     if "SW" in far and len(far) > 1 and not any(map(math.isnan, far.values())):
         says = "read as trained at 4 times the tuned length, SW has the lowest perplexity"
@@ -112,13 +114,13 @@ def _perplexities(found: Found) -> Iterator[tuple[str, ...]]:
 
 
 def _perplexity(of: Mapping[str, Readings], how: ReadingAttention, length: int) -> float:
-    """The mean over seeds; not a number where rows of that length were not asked."""
-    found = [readings[how][length].perplexity for readings in of.values() if length in readings[how]]
-    return statistics.mean(found) if found else math.nan
+    """Return the mean perplexity over seeds; NaN if rows of that length were not measured."""
+    perplexities = [readings[how][length].perplexity for readings in of.values() if length in readings[how]]
+    return statistics.mean(perplexities) if perplexities else math.nan
 
 
 def _times(costs: Costs) -> Iterator[tuple[str, ...]]:
-    """Figure 4."""
+    """Yield the rows for Figure 4."""
     shortest = costs[min(costs)]
     longest = costs[max(costs)]
     if not {"full", "SW", "S2", "SE"} <= longest.keys():

@@ -1,4 +1,4 @@
-"""What the study of adapted hybrids trains (span.yaml), and the rows of MQAR that it trains on."""
+"""Training runs of the adapted hybrids (span.yaml), and the MQAR rows that they are trained on."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hybridtron.sweep.grid import SEED, SweepRun
 
 HERE = Path(__file__).parent
 BASE = "base"
-ALONE = "3"  # the seed of what has only one, the last: a study that is stopped has what it is about
-REPEATED = (BASE, "full", "SW", "S2", "NoMem", "random", "LM", "SE", "SE-lora", "SE-lora_plus")  # have three seeds
-ROWS = {16: 4, 128: PAIRS, 512: PAIRS}  # tokens of a row that is trained on, without its end -> its pairs
+ALONE = "3"  # the seed of variants with only one: the last, so that a stopped study has the main ones first
+REPEATED = (BASE, "full", "SW", "S2", "NoMem", "random", "LM", "SE", "SE-lora", "SE-lora_plus")  # with three seeds
+ROWS = {16: 4, 128: PAIRS, 512: PAIRS}  # row length of training, without its end -> pairs
 SHORT, RECALLED, LONG = ROWS
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: the real study, or one of a minute."""
+    """The sizes of a study: the real one, or a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
     of_base: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Sizes:
     training: Mapping[int, int] = field(default_factory=lambda: {SHORT: 64_000, RECALLED: 9_600, LONG: 2_000})
     lengths: tuple[int, ...] = LENGTHS
     asked: int = 64  # rows of each length
-    timed: tuple[int, ...] = (512, 2048, 8192)  # tokens of rows whose steps are timed
+    timed: tuple[int, ...] = (512, 2048, 8192)  # row lengths at which steps are timed
 
 
 STUDY = Sizes()
@@ -51,7 +51,7 @@ QUICK = Sizes(
 
 
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
-    """The runs, each on its folders of rows, and what is asked of them."""
+    """Return the sweep with its data paths and its measurement."""
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
         known = sizes.variants is None or run.variant in sizes.variants
@@ -71,7 +71,10 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
 
 
 def write_rows(sizes: Sizes, data: Path) -> None:
-    """For each length a folder in which every sample, with its end, is one row."""
+    """Write a prepared folder for each length; every sample, with its end, is one row.
+
+    Folders that exist are kept.
+    """
     from hybridtron.cli.tasks import prepare_main
 
     for length, rows in sizes.training.items():

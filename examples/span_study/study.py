@@ -1,10 +1,10 @@
-"""Expansion Span on a laptop: a hybrid, tuned on longer rows with every kind of attention, and what it then recalls.
+"""Expansion Span on a laptop: a hybrid that is tuned on longer rows with every kind of attention, and its recall.
 
-    python -m examples.span_study.study           an hour on two cores; a study that was stopped continues
-    python -m examples.span_study.study --quick   tiny sizes, a minute: does it run, not what does it show
+    python -m examples.span_study.study           an hour on two cores; a stopped study continues
+    python -m examples.span_study.study --quick   tiny sizes, a minute: checks that the study runs, not its result
 
-The sweep span.yaml trains a base for each seed, and tunes it; claims.py says what counts as agreeing with the paper.
-Steps are timed when the page is written, in turns.
+The sweep span.yaml trains a base for each seed, and tunes it; claims.py has the rules of agreement with the paper.
+Steps are timed in turns when the page is written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridtron.sweep.grid import SEED, SweepRun
 
 
 def main(arguments: list[str]) -> int:
-    """Train what is missing, measure, and write. Returns the exit code."""
+    """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Expansion Span on a laptop.", "span_study", arguments)
     sizes = QUICK if chosen.quick else STUDY
     data = chosen.runs / "data" if chosen.quick else ROOT / "data/span_study"
@@ -36,22 +36,25 @@ def main(arguments: list[str]) -> int:
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
-    """Page and picture of what has been measured."""
+    """Write the page and the picture of the measured runs.
+
+    Times the steps too. Raises Unusable if the base or the yardstick has no finished run.
+    """
     runs = measured["span"]
-    found = {}
+    readings = {}
     for run, result in runs:
-        found.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.found)
-    if missing := [name for name in (BASE, YARDSTICK) if name not in found]:
+        readings.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.found)
+    if missing := [name for name in (BASE, YARDSTICK) if name not in readings]:
         raise Unusable(f"no run of {' and '.join(missing)} has finished, with which the page compares")
     settings = {run.variant: run.settings for run, _ in runs}
     timed = {name: settings[name] for name in COSTS if name in settings}
-    draw(found, output / "span_study.png")
+    draw(readings, output / "span_study.png")
     notes = [*described(runs, sizes), *more]
-    (output / "span_study.md").write_text(page(found, step_times(timed, sizes.timed), notes), encoding="utf-8")
+    (output / "span_study.md").write_text(page(readings, step_times(timed, sizes.timed), notes), encoding="utf-8")
 
 
 def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str]:
-    """What was done, in words."""
+    """Return notes that describe models, training and evaluation."""
     base = next(result.trained for run, result in runs if run.variant == BASE)
     tuned = next(result.trained for run, result in runs if run.variant == YARDSTICK).phases[0]
     size = f"{readable(base.parameters)} parameters, {base.pattern}, width {base.width}"

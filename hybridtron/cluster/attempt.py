@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hybridtron.cluster import history
 from hybridtron.cluster.history import Attempt, Outcome, decide
+from hybridtron.cluster.preflight import FAILED
 from hybridtron.train.records import read_record
 
 
@@ -70,7 +71,8 @@ def check(asked: argparse.Namespace) -> str:
     faults = {name: "; ".join(report["faults"]) for name, report in reports.items() if report["faults"]}
     if reports:
         faults |= {name: "wrote no report" for name in asked.nodes if name not in reports}
-    together = next((fault for report in reports.values() if (fault := report["together"])), "")
+    of_ranks = [read_record(path) for path in sorted(asked.reports.glob(f"{FAILED}*.json"))]
+    together = next((fault for report in (*reports.values(), *of_ranks) if (fault := report.get("together"))), "")
     if not faults and (together or asked.code or not reports):
         why = together or f"the check ended with exit code {asked.code}; see {asked.reports}/check-*.txt"
         return end_before_training(asked, outcome="failed", reason=f"the check of the nodes: {why}")

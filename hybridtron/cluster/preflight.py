@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.config.cluster import ChecksConfig, ClusterConfig
+from hybridtron.config.layout import launched
 from hybridtron.config.load import load
 from hybridtron.train.records import write_whole
 
@@ -34,6 +35,7 @@ ADAPTERS = Path("/sys/class/infiniband")
 ROUNDS = 5
 VALUES = {"cpu": 2**18, "cuda": 2**26}  # fp32 entries: 1 MiB over sockets, 256 MiB over NVLink and adapters
 BROKEN = "ecc.errors.uncorrected.volatile.total", "retired_pages.pending"  # nvidia-smi fields that must be 0 or No
+FAILED = "failed-"  # the name of a process's own report begins with this; its rank follows
 REMAPPED = "remapped_rows.pending", "remapped_rows.failure"
 
 
@@ -46,12 +48,16 @@ class NodeReport:
     together: str = ""
     found: list[str] = field(default_factory=list)
 
-    def write(self, folder: Path) -> None:
-        write_whole(folder / f"{self.node}.json", json.dumps(asdict(self)))
+    def write(self, folder: Path, name: str = "") -> None:
+        """Write the report as NODE.json, or as another file if a name is given."""
+        write_whole(folder / f"{name or self.node}.json", json.dumps(asdict(self)))
 
 
 def main(arguments: list[str]) -> int:
-    """Check this node, then all nodes together, and write the node's report. Always returns 0."""
+    """Check this node, then all nodes together, and write the node's report. Always returns 0.
+
+    The node's first process writes NODE.json. Another process whose all-reduces fail writes failed-RANK.json.
+    """
     parser = argparse.ArgumentParser(description="Is every node fit to train on?")
     parser.add_argument("--reports", type=Path, required=True)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them")
@@ -67,6 +73,9 @@ def main(arguments: list[str]) -> int:
             compare_nodes(report, cluster.checks)
         except Exception as error:
             report.together = f"all-reduce of all nodes: {type(error).__name__}: {error}".splitlines()[0]
+            if not is_first:  # the node's first process may not notice this error
+                report.write(asked.reports, f"{FAILED}{launched().rank}")
+                print(f"{report.node}: rank {launched().rank}: {report.together}", flush=True)
     if is_first:
         report.write(asked.reports)
         state = "; ".join([*report.faults, *filter(None, [report.together])]) or "ok"
@@ -124,7 +133,6 @@ def compare_nodes(report: NodeReport, checks: ChecksConfig) -> None:
     """Connect all processes, compare their nodes' clocks, and check the links between them."""
     import torch.distributed as dist
 
-    from hybridtron.config.layout import launched
     from hybridtron.device import compute_device
     from hybridtron.parallel.plain_values import all_gather_values
 
@@ -170,12 +178,25 @@ def look_at_links(report: NodeReport, checks: ChecksConfig, node_of: list[str]) 
         if checks.node_gb_per_s is not None and node_speed < checks.node_gb_per_s:
             report.faults.append(f"sums at {node_speed:.3g} GB/s inside, {checks.node_gb_per_s:g} are required")
     network_speed, local_fault = bandwidth(tensor, dist.group.WORLD)
+    over_all = wrong_sums(all_gather_values(local_fault), node_of)
     if len(nodes) > 1 and network_speed is not None:
         report.found.append(f"{network_speed:.3g} GB/s over {len(nodes)} nodes")
         if checks.network_gb_per_s is not None and network_speed < checks.network_gb_per_s:
-            local_fault = local_fault or f"reaches {network_speed:.3g} GB/s, {checks.network_gb_per_s:g} are required"
-    if local_fault:
-        report.together = f"all-reduce of all nodes: {local_fault}"
+            over_all = over_all or f"reaches {network_speed:.3g} GB/s, {checks.network_gb_per_s:g} are required"
+    if over_all:
+        report.together = f"all-reduce of all nodes: {over_all}"
+
+
+def wrong_sums(fault_of: list[str], node_of: list[str]) -> str:
+    """Name the first rank with a wrong sum, and count such ranks; return an empty text if all sums are right.
+
+    The lists hold each rank's fault, which is empty if there is none, and its node.
+    """
+    ranks = [rank for rank, fault in enumerate(fault_of) if fault]
+    if not ranks:
+        return ""
+    count = f" ({len(ranks)} ranks in all)" if len(ranks) > 1 else ""
+    return f"rank {ranks[0]} on {node_of[ranks[0]]} {fault_of[ranks[0]]}{count}"
 
 
 def bandwidth(tensor: Any, group: Any) -> tuple[float | None, str]:

@@ -164,3 +164,13 @@ def test_a_fault_of_no_single_node_excludes_none(together: str, run: Path, capsy
         answer, reported = ask(run, capsys, *asked, "--restart", restart)
         assert answer == f"{word} - -"
         assert (together or "exit code 1") in reported
+
+
+def test_a_rank_that_failed_in_the_check_ends_the_attempt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report(run, "n1")
+    report(run, "n2")
+    report(run, "failed-3", together="all-reduce of all nodes: RuntimeError: out of memory")
+    ask(run, capsys, "begin", "--nodes", "n1,n2")
+    answer, reported = ask(run, capsys, "check", "--nodes", "n1,n2", "--reports", run / "reports", "--fitting", 2)
+    assert answer == "again - -"
+    assert "RuntimeError: out of memory" in reported

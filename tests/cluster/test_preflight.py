@@ -106,3 +106,36 @@ def test_links_are_measured_and_compared_with_what_is_asked_for() -> None:
 def test_a_rank_that_adds_up_wrongly_is_reported_by_the_one_that_speaks_for_its_node() -> None:
     speaks, _ = run_distributed(links, 2, ["a", "a"], 1, 0.0)
     assert [fault.split(" there")[0] for fault in speaks.faults] == ["rank 1"]
+
+
+@pytest.mark.gloo
+def test_a_wrong_sum_over_all_nodes_is_in_every_node_s_report() -> None:
+    reports = run_distributed(links, 4, ["a", "a", "b", "b"], 3, 0.0)
+    assert all("all nodes: rank 3 on b gets another sum of 4 ones than 4" in report.together for report in reports)
+
+
+def test_all_ranks_with_wrong_sums_are_counted() -> None:
+    assert preflight.wrong_sums(["", "", ""], ["a", "a", "b"]) == ""
+    found = preflight.wrong_sums(["", "sums wrongly", "sums so"], ["a", "a", "b"])
+    assert found == "rank 1 on a sums wrongly (2 ranks in all)"
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_an_error_of_any_process_is_written(
+    local_rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(report: preflight.NodeReport, checks: ChecksConfig) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error\nmore")
+
+    place = {"SLURMD_NODENAME": "n7", "SLURM_LOCALID": local_rank, "SLURM_PROCID": "9", "SLURM_NTASKS": "16"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(preflight, "compare_nodes", fail)
+    assert preflight.main(["--reports", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == ("n7.json" if local_rank == "0" else "failed-9.json")
+    fault = "all-reduce of all nodes: RuntimeError: CUDA error: uncorrectable ECC error"
+    assert json.loads(path.read_text())["together"] == fault
+    assert fault in capsys.readouterr().out

@@ -164,12 +164,16 @@ class CacheEntry:
 def make_room(options: CacheOptions, size: int) -> bool:
     """Evict the least recently used files until `size` bytes fit; return False if reservations leave too little.
 
-    The caller holds the cache's lock. An evicted file stays readable where it is mapped.
+    If even an empty cache would leave too little, no file is evicted. The caller holds the cache's lock. An evicted
+    file stays readable where it is mapped.
     """
     assert options.limit is not None
     reserved = _reserved(options.folder)  # first: a file that is completed meanwhile then counts twice, not never
+    free_if_empty = options.limit - size - reserved
+    if free_if_empty < 0:
+        return False
     files = sorted(_evictable(options.folder))
-    free = options.limit - size - reserved - sum(num_bytes for _, num_bytes, _, _ in files)
+    free = free_if_empty - sum(num_bytes for _, num_bytes, _, _ in files)
     for _, num_bytes, file, mark in files:
         if free >= 0:
             break

@@ -16,6 +16,7 @@ from hybridtron.data.folder import FolderError
 from hybridtron.data.mds.opening import open_folder
 from hybridtron.data.mds.store import DataError, DocumentStore
 from hybridtron.storage import cache as cache_module
+from hybridtron.storage.cache import make_room
 from hybridtron.storage.digest import digest_of
 from tests.data.mds import stores
 from tests.data.mds.stores import DOCUMENTS, EOS, check_whole, make_documents, opened, quick, write
@@ -296,3 +297,22 @@ def test_room_that_a_killed_process_had_taken_is_free(s3: FakeS3, tmp_path: Path
     (left / ".reserved").write_text(str(cache.limit))
     check_whole(store, DOCUMENTS[:45])
     assert not left.exists()
+
+
+def test_no_file_is_evicted_when_reservations_alone_fill_the_cache(tmp_path: Path):
+    """A fetch waits for other processes' fetches; deleting verified files cannot give it room."""
+    path = tmp_path / "data"
+    write(path, compression="zstd:3")
+    largest = largest_shard(opened(path, quick(tmp_path / "free")))
+    cache = quick(tmp_path / "cache", 4 * largest)
+    store = opened(path, cache)
+    store.prepare([0])
+    entry = store._entry
+    key = "train/web/part-00000/shard.00001.mds"
+    with entry.lock(key, 1), entry.staging(key) as folder:
+        (folder / ".reserved").write_text(str(3 * largest + 1))
+        assert not make_room(entry.options, largest)
+        assert (entry.root / "train/web/part-00000/shard.00000.mds").exists()
+        (folder / ".reserved").write_text(str(3 * largest))
+        assert make_room(entry.options, largest)
+        assert not (entry.root / "train/web/part-00000/shard.00000.mds").exists()

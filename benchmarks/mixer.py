@@ -165,7 +165,7 @@ class Pair:
 
 def compare(report: BenchReport, pair: Pair, sizes: Sizes) -> dict[int, Timings]:
     """Both over the length, as far as the peer can go, and ours alone beyond."""
-    forms = {}
+    forms: dict[int, dict[str, Callable[[], object]]] = {}
     outputs = []
     gradients = []
     for length in sizes.lengths:

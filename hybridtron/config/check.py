@@ -85,7 +85,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
 
 
 def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator[Problem]:
-    """Check that a rank does not read equally many rows and tokens per row, which dropout could not distinguish."""
+    """Refuse adapters' dropout where a rank reads as many rows as tokens per row: it could not tell the two apart."""
     if (context := phase.config.parallel.context) < 1:
         return  # reported by its limit
     length = phase.settings.seq_len // context

@@ -95,6 +95,8 @@ class SourceSplit:
             counts = (shard.documents, shard.tokens, shard.size, *optional_counts)
             if not (all(map(_is_count, counts)) and isinstance(shard.file, str) and isinstance(shard.digest, str)):
                 yield f"shard {number} has no name, counts or digest that could be right"
+            elif shard.size == 0:  # a shard begins with its number of samples; and an empty file can't be mapped
+                yield f"shard {number}, {shard.file}, has a size of 0 bytes"
 
     @staticmethod
     def parse(values: dict) -> SourceSplit:

@@ -14,6 +14,7 @@ import pytest
 
 from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.prepare.writer import write_folder
+from hybridtron.storage.digest import digest_of
 from tests.data.mosaic import MDSReader
 
 
@@ -117,6 +118,13 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-2])
 
 
+def empty_shard(folder: Path) -> None:
+    """Truncate a shard to 0 bytes, and state that size and digest in the manifest."""
+    (folder / SHARD).write_bytes(b"")
+    edit_first_shard(folder, size=0, digest=digest_of(b""))
+    edit_manifest(folder, "digest", None)
+
+
 SHARD = "train/text/part-00000/shard.00000.mds"
 DAMAGE: dict[str, Callable[[Path], object]] = {
     f"has a shard that is truncated: {SHARD} has": lambda p: cut(p / SHARD),
@@ -131,6 +139,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "has format 1; this version reads format 2: prepare it again": lambda p: edit_manifest(p, "format", 1),
     "dtype 'int8'": lambda p: edit_manifest(p, "dtype", "int8"),
     "does not parse: ": lambda p: edit_manifest(p, "splits", {"train": {}}),
+    f"in train/text: shard 0, {SHARD.removeprefix('train/text/')}, has a size of 0 bytes": lambda p: empty_shard(p),
     "names 'train/text/../../x', which is not a name inside": lambda p: edit_first_shard(p, file="../../x"),
     "names 'train/text//etc/passwd', which is not a name inside": lambda p: edit_first_shard(p, file="/etc/passwd"),
 }

@@ -85,7 +85,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
 
 
 def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator[Problem]:
-    """Refuse adapters' dropout where a rank reads as many rows as tokens per row, which it could not distinguish."""
+    """Refuse dropout for ranks that read as many rows as tokens per row: its random mask would confuse the two."""
     if (context := phase.config.parallel.context) < 1:
         return  # reported by its limit
     length = phase.settings.seq_len // context

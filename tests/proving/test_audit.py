@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -161,3 +163,12 @@ def test_data_has_borders_unequal_masks_and_a_row_without_tokens() -> None:
         assert (batch.seq.positions_BL[:, 1:][~starts[:, 1:]] > 0).all()
         borders += int(starts.sum())
     assert borders > 8
+
+
+def test_the_list_has_the_ranks_of_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layout's name holds its size along each axis: cp2-tp2 takes four ranks."""
+    assert main(["audit", "--list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    listed = {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[0] in LAYOUTS}
+    sizes = {name: re.findall(r"(?:tp|pp|cp|dp)(\d)", name) for name in LAYOUTS}
+    assert listed == {name: math.prod(map(int, axes)) for name, axes in sizes.items()}

@@ -59,6 +59,11 @@ class Layout:
     context: int = 1
     data: int = 1
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks over all axes; virtual stages share the ranks of their pipeline."""
+        return self.tensor * self.pipeline * self.context * self.data
+
     def on(self, parallel: ParallelConfig) -> ParallelConfig:
         """Return `parallel` with this layout and its other settings unchanged."""
         return replace(

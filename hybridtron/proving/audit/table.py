@@ -166,7 +166,7 @@ def print_list() -> None:
     """Print the names that the options accept."""
     layouts = Table("layout", "ranks", box=None, title="--layouts", title_justify="left")
     for name, layout in LAYOUTS.items():
-        layouts.add_row(name, str(layout.tensor * layout.pipeline * layout.data))
+        layouts.add_row(name, str(layout.world_size))
     architectures = Table("name", "pattern", box=None, title="--cases", title_justify="left")
     for name, pattern in ARCHITECTURES.items():
         architectures.add_row(name, pattern)

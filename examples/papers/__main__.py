@@ -1,15 +1,16 @@
-"""Claims of four papers on a laptop: trains what is missing, and writes a page for each paper.
+"""Claims of four papers, tested on a laptop: trains the missing runs, and writes a page for each paper.
 
-    python -m examples.papers                          all papers: a piece of at most two hours
+    python -m examples.papers                          all papers, for at most two hours a call
     python -m examples.papers samba --only table3-order
-    python -m examples.papers --pages                  trains nothing: pages of the results that there are
-    python -m examples.papers --quick --runs DIR --results DIR --output DIR       tiny sizes: does it run
-    python -m examples.papers --only table3-order --submit     prints what shows it on a SLURM cluster, as a script
+    python -m examples.papers --pages                  trains nothing: pages of the existing results
+    python -m examples.papers --quick --runs DIR --results DIR --output DIR       tiny sizes: checks that it runs
+    python -m examples.papers --only table3-order --submit     prints a script that tests the claim on a SLURM cluster
     python -m examples.papers --fill table3-order              the third column, from runs on a GPU
 
-Results are kept in benchmarks/results, a file for each run; what has one is not trained again, here or elsewhere. Pages
-go to benchmarks/papers, and the overview to docs/papers.md, too.
-Exit codes: 0 all runs have a result, 1 a run failed, 2 a wrong argument, 75 stopped, or there is more to do.
+Results are kept in benchmarks/results, a file for each run; a run with a result is not trained again, on any machine.
+Pages go to benchmarks/papers, and the overview also to docs/papers.md.
+
+Exit codes: 0 all runs have a result; 1 a run failed; 2 a wrong argument; 75 stopped, or runs remain for another call.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.requirements import demand
 
 PAPERS = {paper.name: paper for paper in (samba.PAPER, span.PAPER, length.PAPER, hax.PAPER)}
-PIECE = 115  # minutes
+PIECE = 115  # planned minutes of a call
 
 
 def main(arguments: list[str]) -> int:
-    """Carry on, and write. Returns the exit code."""
+    """Train the next runs and write the pages, or print a script, or fill a column. Returns the exit code."""
     import torch
 
     chosen = parse(arguments)
@@ -100,7 +101,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def write(papers: Sequence[Paper], where: Where, output: Path, docs: Path | None) -> None:
-    """The pages of these papers, and the overview of all."""
+    """Write the pages of the given papers, and the overview of all papers."""
     kept = all_kept(where)
     results = where.results / "papers"
     output.mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ def filled(chosen: argparse.Namespace, claims: Sequence[Claim], where: Where) ->
     name, *runs = chosen.fill
     claim = next((claim for claim in claims if claim.name == name), None)
     if claim is None:
-        names = [one.name for one in claims]
+        names = [known.name for known in claims]
         raise Unusable(f"--fill {name} is no claim{did_you_mean(name, names)}; there are {', '.join(names)}")
     print(f"written to {fill(claim, runs, ROOT / RUNS[chosen.full], where.results / 'papers')}")
     return 0

@@ -1,4 +1,6 @@
-"""What of BABILong is trained (babilong.yaml) and asked: bAbI's qa1, tuned and few-shot, in longer and longer texts."""
+"""Training runs on BABILong (babilong.yaml) and their evaluation: bAbI's qa1, tuned and few-shot, in texts of growing
+length.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ HERE = Path(__file__).parent
 CONTEXT = 256
 END = "<|endoftext|>"
 TASK = "babilong_qa1"
-TUNED = "-babi"  # how the names of tuned runs end
+TUNED = "-babi"  # suffix of the names of tuned runs
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: the real study, or one of a minute."""
+    """The sizes of a study: the real one, or a quick one that takes a minute."""
 
     text: tuple[str, ...] = ()  # settings of the runs on text
     tuning: tuple[str, ...] = ()
     vocab_size: int = 1024
     training: int = 40_000  # stories
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048)  # in which a tuned model is asked
-    few_shot: tuple[int, ...] = (1024, 2048)  # a prompt with examples has some 700 tokens
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048)  # evaluated lengths of a tuned model
+    few_shot: tuple[int, ...] = (1024, 2048)  # evaluated lengths few-shot: the prompt alone has some 700 tokens
     asked: int = 200
 
 
@@ -44,7 +46,10 @@ QUICK = Sizes(
 
 
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
-    """The runs, on the text and on stories of a folder, and what is asked of each."""
+    """Return the sweep with its data paths and its measurement.
+
+    `data` is the folder with the text and the stories.
+    """
 
     def more(run: SweepRun) -> tuple[str, ...]:
         if run.variant.endswith(TUNED):
@@ -57,7 +62,10 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
 
 
 def write_stories(sizes: Sizes, data: Path) -> None:
-    """The text and its tokenizer; stories with their questions, of which the answer is learned."""
+    """Write the text with its tokenizer, and a prepared folder of stories whose answers alone are learned.
+
+    Folders that exist are kept.
+    """
     from hybridtron.cli.prepare_data import main as prepare
     from hybridtron.cli.tasks import write_main
     from hybridtron.data.prepare.embedded import prepare_embedded
@@ -79,7 +87,10 @@ def write_stories(sizes: Sizes, data: Path) -> None:
 
 
 def found_of(run: Path, sizes: Sizes, tuned: bool) -> list[dict[str, Any]]:
-    """Shares of right answers: of a tuned model without any text around the facts (length 0), and by length."""
+    """Measure the share of right answers by length.
+
+    A tuned model is also asked without any text around the facts, which counts as length 0.
+    """
     from hybridtron.cli.given import newest_checkpoint
 
     style, lengths = ("tuned", sizes.lengths) if tuned else ("few_shot", sizes.few_shot)
@@ -87,13 +98,13 @@ def found_of(run: Path, sizes: Sizes, tuned: bool) -> list[dict[str, Any]]:
     if tuned:
         wanted.insert(0, {"lengths": [CONTEXT], "options": {"style": style, "essay": "none"}})
     rows = []
-    for number, one in enumerate(wanted):
-        task = {"task": TASK, "samples": sizes.asked, **one}
-        found = answers(newest_checkpoint(run), {"tasks": [task]}, run / f"evaluation/{number}", batch=44)
+    for number, request in enumerate(wanted):
+        task = {"task": TASK, "samples": sizes.asked, **request}
+        results = answers(newest_checkpoint(run), {"tasks": [task]}, run / f"evaluation/{number}", batch=44)
         kept = ("value", "standard_error", "n")
         rows += [
-            {"length": 0 if "essay" in one["options"] else row["length"], **{key: row[key] for key in kept}}
-            for row in found
+            {"length": 0 if "essay" in request["options"] else row["length"], **{key: row[key] for key in kept}}
+            for row in results
             if row["metric"] == "accuracy"
         ]
     return rows

@@ -1,4 +1,4 @@
-"""One piece of the work: runs without a result, in the order of the studies, as many as fit into the minutes."""
+"""One call's work: train runs without a result, in the order of the studies, as many as fit into the given minutes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridtron.sweep.grid import SweepRun
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs of one sweep and seed: those without a result, and those that they start from."""
+    """Runs of one sweep and seed: those without a result (`missing`), and with them their starting points (`runs`)."""
 
     study: Study
     name: str
@@ -33,7 +33,10 @@ class Batch:
 
 
 def carry_on(claims: Sequence[Claim], where: Where, minutes: float, jobs: int, console: Console) -> int:
-    """Train and measure. 0 where nothing is left, 1 where a run failed, 75 where there is more to do."""
+    """Train and measure the next runs.
+
+    Returns 0 if nothing is left, 1 if a run failed, 75 if runs remain.
+    """
     kept = all_kept(where)
     ahead = list(batches(claims, where))
     of_speed = timed_minutes(claims, kept)
@@ -62,17 +65,20 @@ def carry_on(claims: Sequence[Claim], where: Where, minutes: float, jobs: int, c
 
 
 def timed_minutes(claims: Sequence[Claim], kept: Kept) -> float:
-    """Of measuring speed, where that is asked for and missing."""
+    """Return the minutes for measuring speed; 0 if no claim needs it, or it has been measured."""
     return SPEED_MINUTES if any(claim.timed and claim.timed not in kept.timed for claim in claims) else 0.0
 
 
 def batches(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
-    """What is missing of the runs that these claims need."""
+    """Yield the batches of these claims that have runs without a result."""
     return (batch for batch in needed(claims, where) if batch.missing)
 
 
 def needed(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
-    """The runs that these claims need, seed by seed of each sweep; at the quick sizes no further experiments."""
+    """Yield batches of the runs that these claims need, seed by seed for each sweep.
+
+    The quick sizes leave out further experiments.
+    """
     wanted = variants(claims, further=not where.quick)
     for study in STUDIES:
         for name, part, runs in seed_by_seed(study.plan(where)):
@@ -83,7 +89,7 @@ def needed(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
 
 
 def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
-    """What was planned for each sweep before anything was known of it, and what has been used."""
+    """Return a table of the minutes planned for each sweep in advance, and of those used so far."""
     timed = speed.kept_in(where.results / "papers")
     of_sweeps: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for batch in needed(claims, where):
@@ -93,21 +99,21 @@ def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
             result = results.of(batch.name, batch.part, run)
             runs = of_sweeps[batch.name if alone else f"{batch.study.results}, {batch.name}"]
             runs.append((batch.study.minutes(run.variant), None if result is None else result.minutes))
-    each = SPEED_MINUTES / len(speed.NAMES)
-    of_sweeps["speed"] = [(each, timed[name]["minutes"] if name in timed else None) for name in speed.NAMES]
+    minutes_each = SPEED_MINUTES / len(speed.NAMES)
+    of_sweeps["speed"] = [(minutes_each, timed[name]["minutes"] if name in timed else None) for name in speed.NAMES]
     of_sweeps["together"] = [run for runs in of_sweeps.values() for run in runs]
     rows = ((name, *_counted(runs)) for name, runs in of_sweeps.items())
     return Table(("what is trained", "runs", "minutes planned", "minutes used"), tuple(rows))
 
 
 def _counted(runs: Sequence[tuple[float, float | None]]) -> tuple[str, str, str]:
-    """How many have been measured; the minutes that were planned for them all, and those that were used."""
+    """Return three cells: the number of measured runs, the minutes planned for all runs, and the minutes used."""
     used = [minutes for _, minutes in runs if minutes is not None]
     return f"{len(used)} of {len(runs)}", f"{sum(planned for planned, _ in runs):.0f}", f"{sum(used):.0f}"
 
 
 def that_fit(batch: Batch, kept: Kept, minutes: float) -> Batch:
-    """The first of its runs that fit."""
+    """Reduce a batch to its first missing runs that fit into the minutes."""
     taken: list[SweepRun] = []
     for run in batch.missing:
         minutes -= planned(batch.study, batch.name, run, kept)
@@ -119,7 +125,7 @@ def that_fit(batch: Batch, kept: Kept, minutes: float) -> Batch:
 
 
 def carried_out(batch: Batch, where: Where, jobs: int, console: Console) -> bool:
-    """Whether none failed."""
+    """Prepare the data of a batch, train its runs and measure them. Returns False if a run failed."""
     batch.study.prepare(where)
     results = batch.study.kept(where)
     well = trained(batch.name, batch.part, batch.runs, results, jobs, console)

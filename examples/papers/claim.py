@@ -1,8 +1,7 @@
-"""A claim of a paper as data: what it says, what would count as agreement, the runs it needs, and how it is judged.
+"""A paper's claim as data: its text, the rule of agreement, the runs it needs, and the functions that judge it.
 
-`agreement` was written down before the runs. A claim is judged from kept results alone, and what says nothing about it
-is said to say nothing: where runs are missing it waits, and where a difference is below two standard errors it is
-undecided.
+`agreement` was written down before the runs. A claim is judged from stored results alone. It waits while runs are
+missing, and it is undecided if a difference is below two standard errors.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from examples.results import Result
 from examples.study import Measured
 from hybridtron.sweep.grid import SweepRun
 
-ERRORS = 2.0  # standard errors, below which a difference is undecided
+ERRORS = 2.0  # a smaller difference, in standard errors, is undecided
 
 
 class Said(Enum):
-    """What our results say of a claim."""
+    """The outcome of a claim, by our results."""
 
     AGREES = "agrees"
     NOT = "does not agree"
@@ -47,13 +46,13 @@ class Table:
 
 @dataclass(frozen=True)
 class OnGpu:
-    """What shows the claim at a size of the paper's: runs of a sweep of examples/sweep, each on one H100.
+    """Runs that test the claim at a size of the paper's: a sweep of examples/sweep, each run on one H100.
 
-    only: its variants or runs that are read; what they start from is trained with them
-    smaller: settings that make the sweep's runs shorter than the paper's, and no shorter than the claim needs
-    column: how a run is read for the page's third column; `every` reads all checkpoints that it has kept
-    reads: where there is no column, what `hybridtron evaluate RUN` is asked
-    hours: of each run as its rehearsal expects, where that is not among those of benchmarks/rehearse.jsonl
+    only: variants or runs that are read; the runs that they start from are trained too
+    smaller: settings that make the runs shorter than the paper's, but long enough for the claim
+    column: reads a run for the page's third column; with `every`, all of its stored checkpoints
+    reads: without a column, the arguments of `hybridtron evaluate RUN`
+    hours: expected time of each run, if benchmarks/rehearse.jsonl does not have its recipe
     """
 
     sweep: str
@@ -67,11 +66,12 @@ class OnGpu:
 
 @dataclass(frozen=True)
 class Claim:
-    """`needs` are variants by the name of their sweep, `timed` is what is measured of speed.
+    """A claim of a paper, with its runs and its rule.
 
-    `seen_at` says where it could be seen, and what that costs. Where claim and results disagree, `reason` says what a
-    further experiment found, whose variants are `further`: a claim is judged without them. `timed_models` are recipes
-    of the paper's size, which are timed on a GPU.
+    `needs` maps sweeps to variants; `timed` names a measurement of speed. `seen_at` says at which size the claim could
+    be tested, and at which cost. If claim and results disagree, `reason` reports a further experiment with the variants
+    of `further`, which do not enter the judgement. `timed_models` are recipes of the paper's size that are timed on a
+    GPU.
     """
 
     name: str
@@ -100,42 +100,42 @@ class Paper:
 
 @dataclass(frozen=True)
 class Kept:
-    """The results that there are: of runs by the name of the sweep, and of speed."""
+    """All stored results: of runs, by sweep, and of speed."""
 
     measured: Measured
     timed: Mapping[str, Mapping[str, Any]]
 
     def results(self, part: str, variant: str) -> list[Result]:
-        """Of every seed that has been measured."""
+        """Return the results of a variant, one for each measured seed."""
         return [result for run, result in self.measured.get(part, ()) if run.variant == variant]
 
     def found(self, part: str, variant: str) -> list[Any]:
         return [result.found for result in self.results(part, variant)]
 
     def first(self, part: str, variant: str) -> Any:
-        """What was found with the first seed."""
+        """Return the measured values of the first seed, or None."""
         return next(iter(self.found(part, variant)), None)
 
     def of(self, needs: Mapping[str, tuple[str, ...]]) -> list[tuple[SweepRun, Result]]:
-        """All results that a claim is made from."""
+        """Return the runs of the needed variants with their results."""
         return [
             pair for part, names in needs.items() for pair in self.measured.get(part, ()) if pair[0].variant in names
         ]
 
     def missing(self, needs: Mapping[str, tuple[str, ...]]) -> list[str]:
-        """Variants without any result."""
+        """Name the variants that have no result."""
         return [f"{part}: {name}" for part, names in needs.items() for name in names if not self.results(part, name)]
 
 
 def judged(claim: Claim, kept: Kept) -> Verdict:
-    """By its own rule, where nothing is missing."""
+    """Judge a claim by its own rule; it waits while results are missing."""
     if missing := [*kept.missing(claim.needs), *({claim.timed} - {"", *kept.timed})]:
         return Verdict(Said.WAITS, f"no result yet of {', '.join(missing)}")
     return claim.judge(kept)
 
 
 def unseen(why: str) -> Callable[[Kept], Verdict]:
-    """The judge of a claim that no run of a laptop's size can say anything about."""
+    """Return the judge of a claim that models of a laptop's size cannot test."""
     return lambda kept: Verdict(Said.UNSEEN, why)
 
 
@@ -143,13 +143,13 @@ EMPTY = Table((), ())
 
 
 def nothing(kept: Kept) -> Table:
-    """Where there is no table of ours."""
+    """Return an empty table, for claims without a table of ours."""
     return EMPTY
 
 
 @dataclass(frozen=True)
 class Pair:
-    """That `less` is below `more`, of two groups of values, one for each seed."""
+    """Two groups of values, one value for each seed; the claim is that `less` has the lower mean."""
 
     name: str
     less: Sequence[float]
@@ -157,15 +157,15 @@ class Pair:
 
 
 def in_order(pairs: Iterable[Pair], deviation: float | None) -> Verdict:
-    """Agrees where every pair lies so by two standard errors; does not where one lies the other way by as much.
+    """Compare pairs: agrees if every pair is in order by two standard errors, disagrees if one is reversed by as much.
 
-    `deviation` is that of one run over seeds, the same for all; None where no model has a second seed yet.
+    `deviation` is one run's deviation over seeds, the same for all models; with None everything is undecided.
     """
     said = [(pair, _lies(pair, deviation)) for pair in pairs]
     numbers = "; ".join(f"{pair.name}: {_compared(pair)} ({outcome.value})" for pair, outcome in said)
     outcomes = [outcome for _, outcome in said]
-    whole = next((one for one in (Said.NOT, Said.UNDECIDED) if one in outcomes), Said.AGREES)
-    return Verdict(whole, numbers if deviation else f"{numbers}; without a second seed no deviation is known")
+    overall = next((worst for worst in (Said.NOT, Said.UNDECIDED) if worst in outcomes), Said.AGREES)
+    return Verdict(overall, numbers if deviation else f"{numbers}; without a second seed no deviation is known")
 
 
 def _lies(pair: Pair, deviation: float | None) -> Said:
@@ -185,7 +185,7 @@ def _compared(pair: Pair) -> str:
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> float | None:
-    """The deviation over seeds, of all groups that have several together; None where there is none."""
+    """Return the pooled deviation over seeds; None if no group has two values."""
     several = [group for group in groups if len(group) > 1]
     if not several:
         return None
@@ -194,21 +194,21 @@ def pooled(groups: Iterable[Sequence[float]]) -> float | None:
 
 
 def holds(checks: Iterable[tuple[str, bool]]) -> Verdict:
-    """Agrees where all of these hold, which are not about the difference of two models."""
+    """Agree if all checks hold; for rules that do not compare two models."""
     checked = list(checks)
     numbers = "; ".join(text if kept else f"{text} **(does not hold)**" for text, kept in checked)
     return Verdict(Said.AGREES if all(kept for _, kept in checked) else Said.NOT, numbers)
 
 
 def minutes(pairs: Iterable[tuple[SweepRun, Result]]) -> float:
-    """That the runs took."""
+    """Return the summed minutes of the runs' steps."""
     return sum(result.minutes for _, result in pairs)
 
 
 def variants(claims: Iterable[Claim], further: bool) -> dict[str, set[str]]:
-    """What claims need together, and their further experiments where asked for, by the name of the sweep."""
-    found: dict[str, set[str]] = {}
+    """Return the variants that claims need, by sweep, with their further experiments on request."""
+    by_sweep: dict[str, set[str]] = {}
     for claim in claims:
         for part, names in (*claim.needs.items(), *(claim.further.items() if further else ())):
-            found.setdefault(part, set()).update(names)
-    return found
+            by_sweep.setdefault(part, set()).update(names)
+    return by_sweep

@@ -1,4 +1,4 @@
-"""What the third column of a claim is filled with: how a trained run is read, and the titles of its cells."""
+"""The third column of a claim's page, from a trained run: functions that read the run, and titles of the cells."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from examples.papers.samba_runs import losses_in_rows
 from examples.study import answers
 from hybridtron.architecture.attention import ReadingAttention
 
-TOKENS = 2**20  # of held-out text, that every length is read of
-ROWS = 32  # of held-out text, that are read by position
+TOKENS = 2**20  # tokens of held-out text, the same for every length
+ROWS = 32  # rows of held-out text for perplexity by position
 SAME_TEXT = "the same tokens within a context"
-SAMPLES = 55  # of a task and length: five for each depth of a passkey
+SAMPLES = 55  # samples of a task and length: five for each depth of a passkey
 
 
 @dataclass(frozen=True)
 class Column:
-    """`cells` reads a run, or one of its checkpoints."""
+    """The titles of a column's cells, and the function that reads them from a run or checkpoint."""
 
     titles: tuple[str, ...]
     cells: Callable[[Path], Sequence[str]]
 
 
 def in_rows(*lengths: int) -> Column:
-    """Perplexity of the same held-out text, in rows of each length."""
+    """Return a column of perplexities: the same held-out text, in rows of each length."""
 
     def cells(run: Path) -> list[str]:
         from hybridtron.cli.given import newest_checkpoint
@@ -36,14 +36,17 @@ def in_rows(*lengths: int) -> Column:
 
         model, config, _ = trained_model(newest_checkpoint(run), None)
         spans_BT = held_out_rows(config.data, max(lengths) + 1, TOKENS // max(lengths))
-        found = (losses_in_rows(model, spans_BT, length) for length in lengths)
-        return [f"{math.exp(sum(losses) / len(losses)):.2f}" for losses in found]
+        losses_by_length = (losses_in_rows(model, spans_BT, length) for length in lengths)
+        return [f"{math.exp(sum(losses) / len(losses)):.2f}" for losses in losses_by_length]
 
     return Column(tuple(f"perplexity in rows of {length}" for length in lengths), cells)
 
 
 def by_position(*multiples: int) -> Column:
-    """Perplexity at multiples of the training length, of rows as long as the largest, and its rise at the last."""
+    """Return a column: perplexities at multiples of the training length, and a ratio at the last one.
+
+    The ratio is over the perplexity of the same tokens within the training context.
+    """
 
     def cells(run: Path) -> list[str]:
         from hybridtron.cli.given import newest_checkpoint
@@ -52,10 +55,10 @@ def by_position(*multiples: int) -> Column:
 
         model, config, seq_len = trained_model(newest_checkpoint(run), None)
         tokens_BT = held_out_rows(config.data, seq_len * max(multiples) + 1, ROWS)
-        found = Beyond.of(reader(model), tokens_BT, seq_len)
-        at = (found.curve.at(seq_len * multiple) for multiple in multiples)
-        over = math.exp(found.risen(seq_len * max(multiples)))
-        return [f"{value:.2f}" for value in (found.curve.least, *at, over)]
+        perplexities = Beyond.of(reader(model), tokens_BT, seq_len)
+        at = (perplexities.curve.at(seq_len * multiple) for multiple in multiples)
+        over = math.exp(perplexities.risen(seq_len * max(multiples)))
+        return [f"{value:.2f}" for value in (perplexities.curve.least, *at, over)]
 
     named = (f"at {multiple}x" for multiple in multiples)
     return Column(("least perplexity", *named, f"at {max(multiples)}x over {SAME_TEXT}"), cells)
@@ -69,7 +72,10 @@ def tasks(
     samples: int = SAMPLES,
     attentions: Sequence[ReadingAttention | None] = (None,),
 ) -> Column:
-    """What `hybridtron evaluate` finds of a task, or the average of a group, at lengths and by attention."""
+    """Return a column of a task's results, or a group's average, by length and attention.
+
+    The numbers are those of `hybridtron evaluate`.
+    """
     asked = {"tasks": [{"task": name, "lengths": [*lengths], "samples": samples, "options": dict(options or {})}]}
 
     def cells(run: Path) -> list[str]:
@@ -82,7 +88,7 @@ def tasks(
 def _found(
     run: Path, asked: Mapping[str, Any], name: str, metric: str, attention: ReadingAttention | None
 ) -> list[str]:
-    """By length."""
+    """Evaluate a run's newest checkpoint on a task; returns a cell for each length."""
     from hybridtron.cli.given import newest_checkpoint
     from hybridtron.evaluate.results import shown
 

@@ -47,7 +47,7 @@ GROWN = OnGpu("hax/chat", ("none-chat", "HAX-chat"), column=RULER)
 
 
 def cells(*models: str) -> OnGpu:
-    """Of the 153 runs of the table those of two models, at one rate and from one seed."""
+    """Return the table's runs of the given models, at one rate and from one seed, out of 153."""
     only = tuple(f"{model}-lr=1e-3-seed=1" for model in models)
     return OnGpu("hax/joint_recall", only, column=RECALLED, hours=3.2)
 
@@ -56,23 +56,23 @@ NEAR_CHANCE = 1.2
 
 
 def accuracies(kept: Kept, variant: str) -> list[float]:
-    """In percent, of every seed at the rate that was the best of the first seed's."""
+    """Return a variant's accuracy in percent, by seed, at the rate that was best with the first seed."""
     first = [
         (result.found, run.values[RATE]) for run, result in kept.measured.get("rates", ()) if run.variant == variant
     ]
     if not first:
         return []
-    found, rate = max(first)
+    best, rate = max(first)
     more = [
         result.found
         for run, result in kept.measured.get("seeds", ())
         if run.variant == variant and run.values[RATE] == rate
     ]
-    return [100 * one for one in (found, *more)]
+    return [100 * accuracy for accuracy in (best, *more)]
 
 
 def recall_rows(kept: Kept) -> Table:
-    """As the paper's table: means and deviations over seeds."""
+    """Return our accuracies in the form of the paper's table: means and deviations over seeds."""
     rows = []
     for base in BASES:
         cells = (accuracies(kept, f"{base}+{kind}" if kind else base) for kind in ACCURACY[base])
@@ -89,7 +89,7 @@ def _shown(values: Sequence[float]) -> str:
 
 
 def recall(*pairs: tuple[str, str]) -> partial[Verdict]:
-    """Whether the first of each pair recalls more."""
+    """Return a judge of pairs (more, less): it checks that the first model recalls more."""
     return partial(recalls_more, pairs)
 
 
@@ -101,12 +101,12 @@ def recalls_more(pairs: Sequence[tuple[str, str]], kept: Kept) -> Verdict:
 
 
 def samba_at_chance(kept: Kept) -> Verdict:
-    found = statistics.mean(accuracies(kept, "samba")) / (100 * CHANCE)
-    return holds([(f"Samba recalls {found:.2f} times as much as chance", found <= NEAR_CHANCE)])
+    ratio = statistics.mean(accuracies(kept, "samba")) / (100 * CHANCE)
+    return holds([(f"Samba recalls {ratio:.2f} times as much as chance", ratio <= NEAR_CHANCE)])
 
 
 def reason(number: int) -> partial[str]:
-    """A further experiment of the study, which looked for the reason of another order."""
+    """Return the reason of that number: a further experiment that explains a different order."""
     return partial(_reason, number)
 
 
@@ -118,8 +118,11 @@ def _reason(number: int, kept: Kept) -> str:
 def recall_claims(
     name: str, says: str, more: str, less: str, bases: Sequence[str] = BASES, why: int | None = None
 ) -> list[Claim]:
-    """A claim about two kinds of attention, `` for none, beside each recurrence."""
-    found = []
+    """Return one claim for each recurrence about two kinds of attention.
+
+    An empty string stands for the recurrence alone.
+    """
+    claims = []
     for base in bases:
         above, below = (f"{base}+{kind}" if kind else base for kind in (more, less))
         seeds = tuple(model for model, kind in ((above, more), (below, less)) if kind in REPEATED)
@@ -136,19 +139,19 @@ def recall_claims(
             reason=None if why is None else reason(why),
             on_gpu=cells(above, below),
         )
-        found.append(claim)
-    return found
+        claims.append(claim)
+    return claims
 
 
 def needle_rows(kept: Kept) -> Table:
-    """Shares of keys found, by digits and length, and the held-out loss."""
-    found = {name: first for name in _GROWN if (first := kept.first("grown", name)) is not None}
-    if not found:
+    """Return a table with the share of keys found, by digits and length, and the held-out loss."""
+    results = {name: first for name in _GROWN if (first := kept.first("grown", name)) is not None}
+    if not results:
         return EMPTY
-    places = [(row["digits"], row["length"]) for row in next(iter(found.values()))["needles"]]
+    places = [(row["digits"], row["length"]) for row in next(iter(results.values()))["needles"]]
     rows = [
-        (name, *(f"{row['value']:.3f} ± {row['standard_error']:.3f}" for row in one["needles"]), f"{one['loss']:.3f}")
-        for name, one in found.items()
+        (name, *(f"{row['value']:.3f} ± {row['standard_error']:.3f}" for row in run["needles"]), f"{run['loss']:.3f}")
+        for name, run in results.items()
     ]
     return Table(("ours", *(f"{digits} digits, {length}" for digits, length in places), "held-out loss"), tuple(rows))
 
@@ -157,7 +160,7 @@ _GROWN = ("base", "mamba", "hax", f"mamba{TUNED}", f"hax{TUNED}")
 
 
 def finds_more(kept: Kept) -> Verdict:
-    """Whether the grown model finds more keys after tuning, over all tasks and lengths, by two standard errors."""
+    """Check that the grown model finds more keys after tuning, by two standard errors over all tasks and lengths."""
     (mamba, first), (hax, second) = (_average(kept, f"{name}{TUNED}") for name in ("mamba", "hax"))
     error = math.hypot(first, second)
     text = f"{hax:.3f} ± {second:.3f} of all keys with HAX, {mamba:.3f} ± {first:.3f} without, from one seed"

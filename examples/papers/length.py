@@ -19,18 +19,18 @@ REPAIRED = (
 INTERVENTIONS = ("base", "zero", "random", "fitted", "passing", "tbtt")
 SIGMAS = ("sigma-0.1", "sigma-0.3", "random", "sigma-3")
 BY_POSITION = by_position(1, 4, 16)
-SMALL = ("phases.0.tokens=9B", "checkpoint.keep_every=2.25B")  # of 45 million parameters: 10 times Chinchilla's
+SMALL = ("phases.0.tokens=9B", "checkpoint.keep_every=2.25B")  # 10 times Chinchilla's tokens for 45 million parameters
 PUBLISHED_SIGMAS = tuple(f"sigma={one}" for one in ("0.01", "0.1", "0.3", "1.0", "3.0", "10.0"))
 CONTEXTS = tuple(f"T={context}-recipe=mamba2_45m" for context in (256, 512, 1024, 2048))
 
 
 def scratch(sweep: str, *only: str, every: bool = False) -> OnGpu:
-    """Models of 45 to 70 million parameters on 9 billion tokens."""
+    """Return runs of models with 45 to 70 million parameters, trained on 9 billion tokens."""
     return OnGpu(f"length/{sweep}", only, SMALL, BY_POSITION, every)
 
 
 def published(*only: str, sweep: str = "interventions", column: Column | None = BY_POSITION, reads: str = "") -> OnGpu:
-    """Published models behind 100 steps and more, as in the paper."""
+    """Return runs that post-train published models for 100 steps and more, as in the paper."""
     return OnGpu(f"length/{sweep}", only, column=None if reads else column, reads=reads)
 
 
@@ -51,7 +51,7 @@ def figure(
     reason: Callable[[Kept], str] | None = None,
     further: tuple[str, ...] = (),
 ) -> Claim:
-    """A claim about perplexity by position."""
+    """Return a claim about perplexity by position."""
     return Claim(
         f"figure{number}-{name}",
         f"Figure {number}",
@@ -126,10 +126,11 @@ CLAIMS = (
         {"language": INTERVENTIONS},
         views.table_of(INTERVENTIONS, views.FORCED),
         views.ordered(
-            *((one, other) for one in ("passing", "tbtt") for other in ("fitted", "random", "zero")), rise=views.FORCED
+            *((one, other) for one in ("passing", "tbtt") for other in ("fitted", "random", "zero")),
+            rise=views.FORCED,
         ),
         views.draw(INTERVENTIONS, views.FORCED),
-        on_gpu=published(*INTERVENTIONS[1:]),  # whose base fails unforced
+        on_gpu=published(*INTERVENTIONS[1:]),  # the published base fails unforced
     ),
     figure(
         5,

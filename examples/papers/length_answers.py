@@ -1,4 +1,4 @@
-"""How claims about answers far beyond the context are read from results: copying, keys in texts, and bAbI."""
+"""Tables and rules for claims about answers far beyond the context: copying, keys in texts, and bAbI."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from examples.papers.claim import Kept, Pair, Table, Verdict, in_order, pooled
 
 
 def copying_rows(kept: Kept) -> Table:
-    found = {name: kept.found("copying", name) for name in ("zero", "passing")}
-    lengths = list(next(iter(found["zero"]), {}))
+    accuracies = {name: kept.found("copying", name) for name in ("zero", "passing")}
+    lengths = list(next(iter(accuracies["zero"]), {}))
     rows = [
-        (name, *(spread([of[length] for of in seeds]) for length in lengths)) for name, seeds in found.items() if seeds
+        (name, *(spread([of[length] for of in seeds]) for length in lengths))
+        for name, seeds in accuracies.items()
+        if seeds
     ]
     return Table(("letters copied rightly; ours", *(f"{length} letters" for length in lengths)), tuple(rows))
 
 
 def copies_further(kept: Kept) -> Verdict:
-    """Whether passed states copy more of strings three times as long as the longest of training."""
+    """Check that passed states copy more letters of strings three times as long as the longest of training."""
     zero, passing = ([of["60"] for of in kept.found("copying", name)] for name in ("zero", "passing"))
     return in_order([Pair("zero states below passing, at 60 letters", zero, passing)], pooled([zero, passing]))
 
@@ -36,20 +38,20 @@ def why_not_copied(kept: Kept) -> str:
 
 
 def passkey_rows(kept: Kept) -> Table:
-    found = {name: first["last"] for name in ("mamba2", "mamba2_fitted") if (first := kept.first("passkey", name))}
-    lengths = tuple(str(row["length"]) for row in next(iter(found.values()), []))
-    rows = [(name, *(f"{row['value']:.3f} ± {row['standard_error']:.3f}" for row in of)) for name, of in found.items()]
+    shares = {name: first["last"] for name in ("mamba2", "mamba2_fitted") if (first := kept.first("passkey", name))}
+    lengths = tuple(str(row["length"]) for row in next(iter(shares.values()), []))
+    rows = [(name, *(f"{row['value']:.3f} ± {row['standard_error']:.3f}" for row in of)) for name, of in shares.items()]
     return Table(("keys found at tokens; ours", *lengths), tuple(rows))
 
 
 def finds_further(kept: Kept) -> Verdict:
-    """Whether a model that is tuned from fitted noise finds more keys at 16 times the tuned length."""
+    """Check that tuning from fitted noise finds more keys at 16 times the tuned length."""
     rows = [kept.first("passkey", name)["last"][-1] for name in ("mamba2", "mamba2_fitted")]
     return more_answers("zero states below fitted noise", *((row["value"], row["standard_error"]) for row in rows))
 
 
 def babilong_rows(kept: Kept) -> Table:
-    """Of tuned models by length, and of the others few-shot."""
+    """Return a table of right answers by length: tuned models, and the others few-shot."""
     rows = []
     for variant, how in (
         ("base", "few-shot"),
@@ -57,23 +59,23 @@ def babilong_rows(kept: Kept) -> Table:
         ("base-babi", "tuned"),
         ("passing-babi", "tuned"),
     ):
-        if found := kept.first("babilong", variant):
-            cells = (f"{one['length']}: {one['value']:.3f} ± {one['standard_error']:.3f}" for one in found)
+        if results := kept.first("babilong", variant):
+            cells = (f"{row['length']}: {row['value']:.3f} ± {row['standard_error']:.3f}" for row in results)
             rows.append((f"{variant}, {how}", ", ".join(cells)))
     return Table(("ours; chance is 1/6", "tokens (0: facts alone): answers that are right"), tuple(rows))
 
 
 def answers_further(kept: Kept) -> Verdict:
-    """Whether the model that had passed states answers more in texts of four contexts and longer."""
+    """Check that the model with passed states before tuning answers more, in texts of four contexts and longer."""
     base, passing = (_far_answers(kept, name) for name in ("base-babi", "passing-babi"))
     return more_answers("base below passing, one seed of each", base, passing)
 
 
 def more_answers(name: str, less: tuple[float, float], more: tuple[float, float]) -> Verdict:
-    """By the standard errors of both values over what was asked."""
-    (one, first) = less
-    (other, second) = more
-    return in_order([Pair(name, [one], [other])], math.hypot(first, second) / math.sqrt(2))
+    """Compare two values, each given with its standard error."""
+    (lower, first) = less
+    (higher, second) = more
+    return in_order([Pair(name, [lower], [higher])], math.hypot(first, second) / math.sqrt(2))
 
 
 def _far_answers(kept: Kept, variant: str) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What of the length-generalization paper is trained (length.yaml), and what is measured on every run."""
+"""Training runs for the length-generalization paper (length.yaml), and the measurement of each run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HERE = Path(__file__).parent
 CONTEXT = 64
 BATCH = 64
 STEPS = 10_000
-EIGHTHS = (1, 2, 4, 8)  # of the training, after which a base is looked at: 2.5 to 20 times Chinchilla's tokens
-CHINCHILLA = 2.5  # times Chinchilla's tokens, that an eighth is
+EIGHTHS = (1, 2, 4, 8)  # eighths of the training after which a base is measured: 2.5 to 20 times Chinchilla's tokens
+CHINCHILLA = 2.5  # an eighth of the training, as a multiple of Chinchilla's tokens
 REPEATED = ("base", "zero", "random", "fitted", "passing", "tbtt")  # with three seeds
-# as many steps, which read the text twice
+# TIMES as many steps, which read the text twice
 LONGER = "base-longer"
 TIMES = 2.7
 BASES = ("base", LONGER, "context-32", "context-128", "warmup-25", "mamba", "gla", "rwkv6", "hybrid")
@@ -31,16 +31,16 @@ BASES = ("base", LONGER, "context-32", "context-128", "warmup-25", "mamba", "gla
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: the real study, or one of minutes."""
+    """The sizes of a study: the real one, or a quick one that takes minutes."""
 
     steps: int = STEPS
-    settings: tuple[str, ...] = ()  # of bases
+    settings: tuple[str, ...] = ()  # further settings of bases
     variants: tuple[str, ...] | None = None  # None: all
     seeds: tuple[str, ...] = ("1", "2", "3")
     vocab_size: int = 512
-    multiples: int = 64  # of CONTEXT, that are read
-    rows: int = 256  # of held-out text, evenly over all of it
-    remembered: int = 32  # rows that Effective Remembrance is taken of, of four contexts
+    multiples: int = 64  # length of evaluated rows, in multiples of CONTEXT
+    rows: int = 256  # evaluated rows, spread evenly over the held-out text
+    remembered: int = 32  # rows for Effective Remembrance, each of four contexts
 
 
 STUDY = Sizes()
@@ -56,9 +56,12 @@ QUICK = Sizes(
 
 
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
-    """The runs of `length`, on a folder of prepared tokens, and what is measured on them."""
+    """Return the sweep `length` with its data path and its measurement.
+
+    `data` is the folder of prepared tokens.
+    """
     rows = (f"phases.0.seq_len={CONTEXT}", f"phases.0.global_batch={BATCH}", f"phases.0.micro_batch={BATCH}")
-    own = ("data=folder", f"data.path={data}")
+    prepared = ("data=folder", f"data.path={data}")
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
         known = sizes.variants is None or run.variant in sizes.variants
@@ -71,7 +74,7 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
         eighth = steps // max(EIGHTHS)
         kept = (f"checkpoint.every={eighth}", f"checkpoint.keep_every={eighth}")
         shape = () if run.variant.startswith("context") else rows
-        return (*sizes.settings, *shape, *own, f"phases.0.tokens=${{steps:{steps}}}", *kept)
+        return (*sizes.settings, *shape, *prepared, f"phases.0.tokens=${{steps:{steps}}}", *kept)
 
     sweep, folder = selected(HERE / "length.yaml", runs / "length", more)
     asked = {name: getattr(sizes, name) for name in ("multiples", "rows", "remembered")}
@@ -80,10 +83,11 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
 
 @dataclass(frozen=True)
 class Found:
-    """Of a run: perplexity by position, of bases also after parts of the training, and how its states behave.
+    """Results of a run: perplexity by position, and the behaviour of its states.
 
-    curve, within: of long rows, and of the same tokens read within the training context
-    remembrance: pairs of t and Effective Remembrance by total variation, of four contexts
+    curve, within: perplexity of long rows, and of the same tokens read within the training context
+    earlier: both curves of a base after parts of its training, by step
+    remembrance: pairs of t and Effective Remembrance by total variation, over four contexts
     deviations: pairs of a position and the largest deviation of a layer's state there
     """
 
@@ -95,7 +99,7 @@ class Found:
 
 
 def of_run(run: Path, sizes: Sizes, base: bool) -> dict[str, Any]:
-    """What is found on the last checkpoint, and of a base on those before."""
+    """Measure a run's last checkpoint, and a base's earlier checkpoints too."""
     from hybridtron.checkpoint.folder import all_of, step_of
     from hybridtron.evaluate.held_out import trained_model
     from hybridtron.model.generate import reader
@@ -117,7 +121,10 @@ def of_run(run: Path, sizes: Sizes, base: bool) -> dict[str, Any]:
 def behaviour(
     model: LanguageModel, tokens_BT: Tensor, rows: int
 ) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """Effective Remembrance over four contexts, and deviations of states (Figures 1 and 4)."""
+    """Return Effective Remembrance over four contexts, and deviations of states (Figures 1 and 4).
+
+    Both are lists of pairs, with t or the position first.
+    """
     from hybridtron.evaluate.length import effective_remembrance, remembrance_points, state_deviation
     from hybridtron.model.generate import reader
 
@@ -126,6 +133,6 @@ def behaviour(
     remembered = effective_remembrance(reader(model), few_BT[:, :length], remembrance_points(length), 2 * CONTEXT)
     whole_BL = few_BT[:, :-1]
     deviations = state_deviation(reader(model), whole_BL, max(CONTEXT, whole_BL.shape[1] // 32), 2 * CONTEXT)
-    positions = sorted({one.position for one in deviations})
-    largest = [(at, max(one.overall for one in deviations if one.position == at)) for at in positions]
-    return [(one.t, one.total_variation) for one in remembered], largest
+    positions = sorted({point.position for point in deviations})
+    largest = [(at, max(point.overall for point in deviations if point.position == at)) for at in positions]
+    return [(point.t, point.total_variation) for point in remembered], largest

@@ -1,4 +1,4 @@
-"""How claims about perplexity and states beyond the context are read from results: tables, pictures and rules."""
+"""Tables, pictures and rules for claims about perplexity and states beyond the context."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from examples.papers.claim import Kept, Pair, Table, Verdict, holds, in_order, p
 from examples.papers.columns import SAME_TEXT
 from examples.papers.length_runs import CHINCHILLA, CONTEXT, EIGHTHS, LONGER, REPEATED, TIMES
 
-FAILS = 1.2  # times its least perplexity, that a base must reach at FAILS_AT times its context
+FAILS = 1.2  # ratio to its lowest perplexity that a failing base reaches at FAILS_AT times its context
 FAILS_AT = 16
-REPAIRED = 1.1  # times the same tokens' perplexity within the context, that a repaired model may reach there
+REPAIRED = 1.1  # largest ratio there, of a repaired model, to the same tokens' perplexity within the context
 Judge = Callable[[Kept], Verdict]
 Found = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Rise:
-    """How far perplexity rises beyond the context in the runs of a sweep, as a logarithm, which deviates alike for all.
+    """The rise of perplexity beyond the context in a sweep's runs, as a logarithm.
 
-    `over` says what it is a multiple of.
+    Logarithms deviate alike for all models. `over` names the perplexity in the denominator.
     """
 
     sweep: str
@@ -39,12 +39,15 @@ def curve_of(found: Found) -> Curve:
 
 
 def beyond_context(found: Found) -> float:
-    """The perplexity at 16 contexts over that of the same tokens, read within one."""
+    """Return the logarithm of perplexity at 16 contexts over that of the same tokens read within one."""
     return Beyond(Curve(**found["curve"]), Curve(**found["within"])).risen(CONTEXT * FAILS_AT)
 
 
 def from_least(context: int) -> Callable[[Found], float]:
-    """The perplexity at 16 contexts over the least of the curve, which for level curves is that of the easiest text."""
+    """Return a function that gives the logarithm of perplexity at 16 contexts over the curve's lowest.
+
+    For level curves the lowest is that of the easiest text.
+    """
 
     def risen(found: Found) -> float:
         curve = curve_of(found)
@@ -58,24 +61,24 @@ FORCED = Rise("language", 32, "least", from_least(32))
 
 
 def rises(kept: Kept, variant: str, rise: Rise = USUAL) -> list[float]:
-    """Of every seed."""
+    """Return the rise of a variant, by seed."""
     return [rise.of(found) for found in kept.found(rise.sweep, variant)]
 
 
 def multiple(kept: Kept, variant: str, rise: Rise = USUAL) -> float:
-    """The mean over seeds."""
+    """Return the mean rise of a variant over seeds, as a ratio."""
     return math.exp(statistics.mean(rises(kept, variant, rise)))
 
 
 def fails(kept: Kept) -> Verdict:
-    """Whether every seed's base fails beyond its context."""
-    found = [math.exp(from_least(CONTEXT)(one)) for one in kept.found("length", "base")]
-    named = ", ".join(f"{one:.2f}" for one in found)
-    return holds([(f"the base's perplexity at {FAILS_AT}x over its least, by seed: {named}", min(found) >= FAILS)])
+    """Check that every seed's base fails beyond its context."""
+    ratios = [math.exp(from_least(CONTEXT)(of_seed)) for of_seed in kept.found("length", "base")]
+    named = ", ".join(f"{of_seed:.2f}" for of_seed in ratios)
+    return holds([(f"the base's perplexity at {FAILS_AT}x over its least, by seed: {named}", min(ratios) >= FAILS)])
 
 
 def why_not_failed(kept: Kept) -> str:
-    """By what the model remembers, by more training, by Mamba, and by slow decays."""
+    """Explain a base that does not fail: by its short memory, more training, Mamba, and slow decays."""
     remembered = statistics.mean(_far(found) for found in kept.found("length", "base"))
     longer, mamba = (
         ", ".join(f"{math.exp(beyond_context(part)):.3f}" for part in parts_of(kept.first("length", name)))
@@ -92,12 +95,12 @@ def why_not_failed(kept: Kept) -> str:
 
 
 def why_no_order(variants: Sequence[str]) -> Callable[[Kept], str]:
-    """Where nothing fails, there is no order of failing less."""
+    """Return a function that explains a missing order: no model fails, so none fails less."""
 
     def why(kept: Kept) -> str:
-        found = [multiple(kept, variant) for variant in variants]
+        ratios = [multiple(kept, variant) for variant in variants]
         return (
-            f"none of these fails: at {FAILS_AT}x perplexity is {min(found):.3f} to {max(found):.3f} times that of "
+            f"none of these fails: at {FAILS_AT}x perplexity is {min(ratios):.3f} to {max(ratios):.3f} times that of "
             f"{SAME_TEXT}, so that there is nothing to put in order. What fails, and why these do not: figure2-fails"
         )
 
@@ -105,7 +108,7 @@ def why_no_order(variants: Sequence[str]) -> Callable[[Kept], str]:
 
 
 def why_not_repaired(kept: Kept) -> str:
-    """By the story's base, which fails."""
+    """Explain a missing repair by the story's base, which does fail."""
     zero, passing, tbtt = (multiple(kept, name, FORCED) for name in ("zero", "passing", "tbtt"))
     return (
         "where the base does not fail (figure2-fails) there is nothing to repair. Of one that is made to fail: from "
@@ -115,20 +118,20 @@ def why_not_repaired(kept: Kept) -> str:
 
 
 def repairs(names: Sequence[str]) -> Judge:
-    """Whether these are level far beyond the context, where the same training from zero states is not."""
+    """Return a judge: the named models are level far beyond the context, and the one from zero states is not."""
 
     def judge(kept: Kept) -> Verdict:
-        found = {name: multiple(kept, name) for name in ("zero", *names)}
+        ratios = {name: multiple(kept, name) for name in ("zero", *names)}
         return holds(
             (f"{name}: {value:.2f} at {FAILS_AT}x over {SAME_TEXT}", (value < REPAIRED) == (name != "zero"))
-            for name, value in found.items()
+            for name, value in ratios.items()
         )
 
     return judge
 
 
 def ordered(*pairs: tuple[str, str], rise: Rise = USUAL) -> Judge:
-    """Whether the first of each pair rises less."""
+    """Return a judge of pairs (less, more): it checks that the first model rises less."""
 
     def judge(kept: Kept) -> Verdict:
         named = [Pair(f"{less} below {more}", rises(kept, less, rise), rises(kept, more, rise)) for less, more in pairs]
@@ -138,7 +141,7 @@ def ordered(*pairs: tuple[str, str], rise: Rise = USUAL) -> Judge:
 
 
 def fails_and_is_repaired(name: str) -> Judge:
-    """Whether a base rises at all, and less after passing."""
+    """Return a judge: the base's perplexity rises, and rises less after passing."""
 
     def judge(kept: Kept) -> Verdict:
         base, passing = rises(kept, name), rises(kept, f"{name}-passing")
@@ -149,18 +152,18 @@ def fails_and_is_repaired(name: str) -> Judge:
 
 
 def more_training(kept: Kept) -> Verdict:
-    """Whether a base rises more after 20 times Chinchilla's tokens than after 2.5 times."""
+    """Check that a base rises more after 20 times Chinchilla's tokens than after 2.5 times."""
     early = [beyond_context(parts_of(found)[0]) for found in kept.found("length", "base")]
     return in_order([Pair("2.5x below 20x", early, rises(kept, "base"))], pooled([early, rises(kept, "base")]))
 
 
 def parts_of(found: Found) -> list[Found]:
-    """What was found of a base after parts of its training, and after all of it."""
+    """Return a base's results after parts of its training, in order, and after all of it."""
     return [*(found["earlier"][step] for step in sorted(found["earlier"], key=int)), found]
 
 
 def remembers_less(kept: Kept) -> Verdict:
-    """Whether what lies three contexts and more before the end moves the answer less after passing."""
+    """Check that tokens far before the end move the answer less after passing."""
     base, passing = ([_far(found) for found in kept.found("length", name)] for name in ("base", "passing"))
     return in_order([Pair("passing below base", passing, base)], pooled([base, passing]))
 
@@ -170,28 +173,28 @@ def _far(found: Found) -> float:
 
 
 def steadier(kept: Kept) -> Verdict:
-    """Whether the largest deviation of a state grows less beyond the context after passing."""
+    """Check that the largest deviation of a state grows less beyond the context after passing."""
     base, passing = ([_grown(found) for found in kept.found("length", name)] for name in ("base", "passing"))
     return in_order([Pair("passing below base", passing, base)], pooled([base, passing]))
 
 
 def _grown(found: Found) -> float:
-    """The logarithm of the last deviation over that at the context."""
+    """Return the logarithm of the last deviation over the first."""
     (_, first), *_, (_, last) = found["deviations"]
     return math.log(last / first)
 
 
 def table_of(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept], Table]:
-    """Least perplexity, that at multiples of the context, and its rise."""
+    """Return a function that makes a table: lowest perplexity, perplexity at multiples of the context, and rise."""
     positions = [rise.context * times for times in (1, 4, FAILS_AT)]
 
     def table(kept: Kept) -> Table:
         rows = []
         for variant in variants:
-            if found := kept.found(rise.sweep, variant):
-                of = [curve_of(one) for one in found]
+            if results := kept.found(rise.sweep, variant):
+                of = [curve_of(of_seed) for of_seed in results]
                 at = (spread([curve.near(position) for curve in of]) for position in positions)
-                over = spread([math.exp(one) for one in rises(kept, variant, rise)], 3)
+                over = spread([math.exp(of_seed) for of_seed in rises(kept, variant, rise)], 3)
                 rows.append((variant, str(len(of)), spread([curve.least for curve in of]), *at, over))
         names = (f"at {position}" for position in positions)
         return Table(("ours", "seeds", "least perplexity", *names, f"{FAILS_AT}x over {rise.over}"), tuple(rows))
@@ -200,13 +203,13 @@ def table_of(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept], Ta
 
 
 def training_rows(kept: Kept) -> Table:
-    """Of the first seed's base, after parts of its training."""
-    found = kept.first("length", "base")
-    if found is None:
+    """Return a table of the first seed's base after parts of its training."""
+    results = kept.first("length", "base")
+    if results is None:
         return Table((), ())
     rows = [
         (f"{CHINCHILLA * eighth:g}x", f"{curve_of(part).least:.2f}", f"{math.exp(beyond_context(part)):.3f}")
-        for eighth, part in zip(EIGHTHS, parts_of(found), strict=True)
+        for eighth, part in zip(EIGHTHS, parts_of(results), strict=True)
     ]
     return Table(("ours: Chinchilla's tokens", "least perplexity", f"{FAILS_AT}x over {SAME_TEXT}"), tuple(rows))
 
@@ -214,10 +217,10 @@ def training_rows(kept: Kept) -> Table:
 def behaviour_rows(kept: Kept) -> Table:
     rows = []
     for variant in ("base", "passing", "mamba", "mamba-passing", "gla", "gla-passing", "rwkv6", "rwkv6-passing"):
-        if found := kept.found("length", variant):
-            grown = spread([math.exp(_grown(one)) for one in found])
-            remembered = ", ".join(f"{_far(one):.1e}" for one in found)
-            rows.append((variant, str(len(found)), remembered, grown))
+        if results := kept.found("length", variant):
+            grown = spread([math.exp(_grown(of_seed)) for of_seed in results])
+            remembered = ", ".join(f"{_far(of_seed):.1e}" for of_seed in results)
+            rows.append((variant, str(len(results)), remembered, grown))
     return Table(
         ("ours", "seeds", "Effective Remembrance up to one context, by seed", "deviation at the end over that at 1x"),
         tuple(rows),
@@ -225,7 +228,10 @@ def behaviour_rows(kept: Kept) -> Table:
 
 
 def draw(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept, Path], None]:
-    """Perplexity by position; where a rise is over that of the same tokens within a context, that is dashed."""
+    """Return a function that draws perplexity by position.
+
+    If the rise is over the same tokens within a context, their curves are dashed.
+    """
 
     def drawn(kept: Kept, path: Path) -> None:
         from hybridtron.evaluate.pictures import picture
@@ -234,11 +240,16 @@ def draw(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept, Path], 
             shown = list[Curve]()
             paired = rise.over == SAME_TEXT
             for number, variant in enumerate(variants):
-                found = kept.found(rise.sweep, variant)
-                within = [Curve(**one["within"]) for one in found if paired]
-                for of, style, label in (([curve_of(one) for one in found], "-", variant), (within, "--", None)):
+                results = kept.found(rise.sweep, variant)
+                within = [Curve(**of_seed["within"]) for of_seed in results if paired]
+                for of, style, label in (
+                    ([curve_of(of_seed) for of_seed in results], "-", variant),
+                    (within, "--", None),
+                ):
                     if of:
-                        draw_seeds(axes, of[0].ends, [one.perplexities for one in of], f"C{number}", label, style)
+                        draw_seeds(
+                            axes, of[0].ends, [of_seed.perplexities for of_seed in of], f"C{number}", label, style
+                        )
                     shown += of
             if paired:
                 axes.plot([], [], "k--", label=SAME_TEXT)

@@ -1,7 +1,7 @@
-"""Text and weights that runs on a GPU read: by the path that sweeps name, how it is made, from the download on.
+"""Text and weights for runs on a GPU: for each path that sweeps name, the commands that make it.
 
 Names of data sets and models are those of the Hugging Face Hub. Downloads go to /data/raw, tokenizers to
-/data/tokenizers; what is at its path is not made again.
+/data/tokenizers; a path that exists is not made again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from hybridtron.sweep.grid import SweepRun
 
 @dataclass(frozen=True)
 class Material:
-    """How it is made. Of `files`, reduced forms read the first, and the paper's sizes the second.
+    """The commands that make a path.
 
-    like: for weights, a recipe whose model is the same
+    files: the download's patterns, first for runs shorter than the paper's, then for its size
+    like: for weights, a recipe with the same model
     """
 
     lines: tuple[str, ...]
@@ -40,7 +41,7 @@ def tokenizer(name: str, model: str) -> str:
 
 
 def weights(model: str, like: str, *more: str) -> Material:
-    """A published model, imported."""
+    """Return the commands that download and import a published model."""
     name = model.rpartition("/")[2].removesuffix("-hf")
     folder = f"/data/raw/{name}"
     return Material(
@@ -50,13 +51,13 @@ def weights(model: str, like: str, *more: str) -> Material:
 
 
 def state_spaces(size: str, like: str) -> Material:
-    """Their folders have no tokenizer."""
+    """Return the commands for a state-spaces model, whose folder has no tokenizer."""
     copied = f"cp /data/tokenizers/neox/tokenizer.json /data/raw/{size}/"
     return weights(f"state-spaces/{size}", like, NEOX, copied)
 
 
 def answers(task: str, name: str, length: int, tokenizer: str, *more: str) -> tuple[str, ...]:
-    """Samples of tasks as rows of a length, the answer alone learned."""
+    """Return the commands that write a task's samples as rows of a length, with only the answers learned."""
     samples = f"/data/raw/{name}"
     written = f"hybridtron tasks write {task} --length {length - 1} --training 100000 --evaluation 0"
     return (
@@ -70,7 +71,7 @@ LLAMA = tokenizer("llama", "TinyLlama/TinyLlama_v1.1")  # Llama-2's, without its
 NEOX = tokenizer("neox", "EleutherAI/gpt-neox-20b")
 PILE = download("dataset", "monology/pile-uncopyrighted", "/data/raw/pile", "{files}")
 ULTRACHAT = "/data/raw/ultrachat"
-TO_LINES = (  # --learn messages reads JSON lines
+TO_LINES = (  # writes JSON lines, as --learn messages reads them
     "python - <<'END'",
     "import json, pathlib, pyarrow.parquet as parquet",
     f"folder = pathlib.Path('{ULTRACHAT}')",
@@ -91,7 +92,10 @@ MATERIAL = {
     ),
     "/data/pile": Material(
         (NEOX, PILE, tokens("/data/raw/pile/train/*.jsonl.zst", "neox", "/data/pile")),
-        ("'train/0[0-1].jsonl.zst'", "'train/0[0-5].jsonl.zst'"),  # of thirty files with about 8B tokens each
+        (
+            "'train/0[0-1].jsonl.zst'",
+            "'train/0[0-5].jsonl.zst'",
+        ),  # two or six of thirty files, with about 8B tokens each
     ),
     "/data/pile-long": Material(
         (
@@ -156,11 +160,11 @@ GROUPS = {
     "recipe=tasks/joint_recall": ("data/joint_recall",),
     "recipe=copying_45m": ("data/strings",),
 }
-"""Settings of sweeps that choose what is read without naming a path."""
+"""Settings of sweeps that choose data without naming its path, and the paths."""
 
 
 def needed(runs: Iterable[SweepRun]) -> list[str]:
-    """Paths of all that these runs read, each once."""
+    """Return the paths that these runs read, each once."""
     return list(dict.fromkeys(path for run in runs for text in run.settings for path in _paths(text)))
 
 

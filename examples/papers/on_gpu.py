@@ -1,6 +1,6 @@
-"""What shows a claim on one H100: its runs, their expected hours, and the page's third column.
+"""The test of a claim on one H100: its runs, their expected hours, and the page's third column.
 
-Hours are a model, corrected by what steps of six recipes took on an H200; no run of these was made on a GPU.
+Hours come from a model, corrected by measured steps of six recipes on an H200; none of these runs was made on a GPU.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from hybridtron.sweep.grid import SweepRun, narrowed, read, with_starts
 from hybridtron.train.records import read_lines, read_record
 
 RUNS = {False: "runs/gpu", True: "runs/full"}
-"""Where sweeps stand: smaller than the paper's, and of its size."""
+"""The folders of sweeps: of runs shorter than the paper's (False), and of its size (True)."""
 SWEEPS = ROOT / "examples/sweep"
 WEIGHTS = "run.weights="
 MICRO_BATCH = "phases.0.micro_batch="
 
 
 def runs_of(on_gpu: OnGpu, full: bool = False) -> list[SweepRun]:
-    """All that is trained: what is read, and what that starts from."""
+    """Return all runs to train: those that the claim reads, and those that they start from.
+
+    With `full` they have the paper's size.
+    """
     settings = () if full else on_gpu.smaller
     return list(narrowed(read(SWEEPS / f"{on_gpu.sweep}.yaml", settings), on_gpu.only).runs)
 
 
 def read_runs(on_gpu: OnGpu) -> list[SweepRun]:
-    """Those that the claim is about."""
+    """Return the runs that the claim reads."""
     return [run for run in runs_of(on_gpu) if run.variant in on_gpu.only or run.name in on_gpu.only]
 
 
@@ -43,14 +46,17 @@ Chain = tuple[tuple[str, ...], ...]
 
 
 def chain_of(run: SweepRun, runs: Sequence[SweepRun]) -> Chain:
-    """Settings of the run that all begins with, and so on to this one's."""
-    by_name = {one.name: one for one in runs}
-    return tuple(reversed([one.settings for one in with_starts(run, by_name)]))
+    """Return the settings of a run and its predecessors, beginning with the first run."""
+    by_name = {other.name: other for other in runs}
+    return tuple(reversed([other.settings for other in with_starts(run, by_name)]))
 
 
 @cache
 def config_of(chain: Chain) -> Config:
-    """The checked configuration of the last run; weights that are not here are stood in for by configurations."""
+    """Return the checked configuration of a chain's last run.
+
+    Weights that are not on this machine are replaced by configurations of the same model.
+    """
     from hybridtron.config.check import require
     from hybridtron.config.load import load
 
@@ -61,14 +67,14 @@ def config_of(chain: Chain) -> Config:
 
 
 def loadable(chain: Chain, folder: Path) -> list[str]:
-    """Settings of the last run, with stand-ins in this folder for the weights that it starts from."""
+    """Return the last run's settings, in which its starting weights are replaced by stand-ins in `folder`."""
     *before, last = chain
-    given = [_stood_in(text, folder) for text in last]
-    return [*given, f"{WEIGHTS}{saved(config_of(tuple(before)), folder / 'before')}"] if before else given
+    settings = [_stood_in(text, folder) for text in last]
+    return [*settings, f"{WEIGHTS}{saved(config_of(tuple(before)), folder / 'before')}"] if before else settings
 
 
 def saved(config: Config, path: Path) -> Path:
-    """In the place of a run's folder, or of an imported model's."""
+    """Write a configuration to `path`, in place of a run's folder or an imported model's. Returns the path."""
     from hybridtron.config.load import to_yaml
 
     path.mkdir(parents=True)
@@ -77,7 +83,7 @@ def saved(config: Config, path: Path) -> Path:
 
 
 def _stood_in(setting: str, folder: Path) -> str:
-    """Imported weights by the configuration of a recipe whose model is the same."""
+    """Replace imported weights in a setting by a configuration of a recipe with the same model."""
     from hybridtron.config.load import load
 
     name = setting.removeprefix(WEIGHTS)
@@ -90,16 +96,17 @@ def _stood_in(setting: str, folder: Path) -> str:
 
 
 def hours(on_gpu: OnGpu) -> dict[str, float]:
-    """By run, on one H100."""
+    """Return the expected hours of each run on one H100."""
     runs = runs_of(on_gpu)
     return {run.name: on_gpu.hours or expected(chain_of(run, runs)) for run in runs}
 
 
 @cache
 def expected(chain: Chain) -> float:
-    """Of a run: by the planner's model of its fastest layout, or as a rehearsal on an H200 expects.
+    """Return the expected hours of a chain's last run.
 
-    The longer one counts: the planner knows no launches, an H200 has more bandwidth than an H100.
+    Two estimates are made, and the longer one counts: the planner's, for its fastest layout, leaves out launch
+    overhead; a rehearsal's is for an H200, with more bandwidth than an H100. Raises Unusable if no layout fits.
     """
     from hybridtron.config.resolve import resolve
     from hybridtron.planning.fit import fit
@@ -118,10 +125,11 @@ def expected(chain: Chain) -> float:
 
 
 def rehearsed(recipe: str) -> tuple[float, float]:
-    """Tokens a second of one GPU, without end where the recipe was not rehearsed, and launches a token.
+    """Return a recipe's tokens per second on one GPU, and its kernel launches per token, by the rehearsal.
 
-    One of eight data-parallel GPUs counts. Where rows don't share out to eight, as of small batches, the two stages of
-    a pipeline do, one behind the other on one GPU: with their waits for each other, so that hours are rather too long.
+    A recipe without a rehearsal gives infinity and 0. One of eight data-parallel GPUs counts. If small batches do not
+    divide by eight, the two stages of a pipeline count, one after the other on one GPU: they include waits for each
+    other, so that hours are rather too long.
     """
     lines = read_lines(ROOT / "benchmarks/rehearse.jsonl")
     ran = [line for line in lines if line["recipe"] == recipe and "tokens_per_second" in line]
@@ -131,16 +139,16 @@ def rehearsed(recipe: str) -> tuple[float, float]:
     if not parts:
         return math.inf, 0.0
     seconds = sum(1 / line["tokens_per_second"] for line in parts)  # a token's
-    # the share is of the device's time, which is nearly all of it
+    # the share is a part of the device's time, which is nearly all of the step
     launches = sum(line["launch_share"] / line["tokens_per_second"] for line in parts) / LAUNCH_S
     return 1 / seconds, launches
 
 
 def recipes_micro_batch(chain: Chain) -> int:
-    """What the rehearsed recipe has, of which the last run may have more."""
+    """Return the micro-batch of the rehearsed recipe, which the chain's last run may override."""
     *before, last = chain
-    own = tuple(text for text in last if not text.startswith(MICRO_BATCH))
-    return config_of((*before, own)).phases[0].micro_batch
+    settings = tuple(text for text in last if not text.startswith(MICRO_BATCH))
+    return config_of((*before, settings)).phases[0].micro_batch
 
 
 def path_of(folder: Path, claim: Claim) -> Path:
@@ -148,13 +156,17 @@ def path_of(folder: Path, claim: Claim) -> Path:
 
 
 def column(folder: Path, claim: Claim) -> Table | None:
-    """What was found at the paper's size, where that has been measured."""
+    """Return the stored third column of a claim, or None."""
     record = read_record(path_of(folder, claim))
     return Table(tuple(record["header"]), tuple(map(tuple, record["rows"]))) if record else None
 
 
 def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
-    """Read these runs (NAME=RUN) as the claim is read, or all of its sweep in `runs`, or time it. Returns the file."""
+    """Measure the third column of a claim and write it. Returns the file.
+
+    Reads the `given` runs (NAME=RUN), or without them all of the claim's runs in `runs`; a claim about speed is timed
+    instead. Raises Unusable if the claim has no column.
+    """
     if claim.timed:
         if given:
             raise Unusable(f"{claim.name} reads no run: it times {', '.join(claim.timed_models) or 'attention alone'}")
@@ -179,7 +191,7 @@ def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
 
 
 def _named(text: str, known: Collection[str], claim: Claim) -> tuple[str, Path]:
-    """NAME=RUN, where names and paths can have more of that sign."""
+    """Split NAME=RUN by the known names, as names and paths may contain further equals signs."""
     for name in sorted(known, key=len, reverse=True):
         if text.startswith(f"{name}=") and text != f"{name}=":
             return name, Path(text[len(name) + 1 :])
@@ -189,14 +201,14 @@ def _named(text: str, known: Collection[str], claim: Claim) -> tuple[str, Path]:
 
 
 def _places(name: str, run: Path, every: bool) -> Iterator[tuple[str, Path]]:
-    """What is read of a run, which must be there before anything is read."""
+    """Yield the places to read of a run, with names; raises at once if it has no checkpoint."""
     from hybridtron.cli.given import checkpoints_at
 
-    found = checkpoints_at(run)
+    checkpoints = checkpoints_at(run)
     if not every:
         yield name, run
         return
     from hybridtron.checkpoint.folder import step_of
 
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         yield f"{name}, step {step_of(checkpoint)}", checkpoint

@@ -1,4 +1,4 @@
-"""All papers on one page: in Markdown for docs/, and as HTML of its own with the pictures inside."""
+"""All papers on one page: in Markdown for docs/, and as self-contained HTML with the pictures inside."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ details td, details th { padding: .1rem .5rem; font-size: 13px }
 
 
 def counts(papers: Sequence[Paper], kept: Kept) -> list[tuple[str, ...]]:
-    """A row for each paper: how many of its claims came to what."""
+    """Return a row for each paper: its title, and the number of its claims with each outcome."""
     rows: list[tuple[str, ...]] = []
     for paper in papers:
         said = [judged(claim, kept).said for claim in paper.claims]
-        rows.append((paper.title, *(str(said.count(one)) for one in Said)))
+        rows.append((paper.title, *(str(said.count(outcome)) for outcome in Said)))
     return rows
 
 
 def markdown(papers: Sequence[Paper], kept: Kept, spent: Table, pages: str) -> str:
-    """`pages` is where the papers' own pages are, as a link from this one."""
+    """Return the overview in Markdown; `pages` is the link from it to the folder of the papers' pages."""
     lines = ["# Four papers at the size of a laptop", ""]
     lines += ["What `make papers` found of their claims, each on tiny models, beside the paper's own numbers.", ""]
-    lines += grid(("paper", *(one.value for one in Said)), counts(papers, kept))
+    lines += grid(("paper", *(outcome.value for outcome in Said)), counts(papers, kept))
     lines += ["", "Minutes of one thread, of which two run side by side:", "", *grid(spent.header, spent.rows)]
     for paper in papers:
         lines += ["", f"## {paper.title}", "", f"[Tables, pictures and commands]({pages}/{paper.name}.md)", ""]
@@ -56,8 +56,8 @@ def markdown(papers: Sequence[Paper], kept: Kept, spent: Table, pages: str) -> s
 
 
 def page(papers: Sequence[Paper], kept: Kept, spent: Table, results: Path, pictures: Path) -> str:
-    """HTML that needs nothing else."""
-    header = ("paper", *(one.value for one in Said))
+    """Return the overview as HTML that needs no other file."""
+    header = ("paper", *(outcome.value for outcome in Said))
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Four papers at the size of a laptop</title>",
         f"<style>{STYLE}</style><h1>Four papers at the size of a laptop</h1><p>{INTRODUCTION}</p>",
@@ -80,7 +80,7 @@ def _row(paper: Paper, claim: Claim, verdict: Verdict, kept: Kept, results: Path
 
 
 def _details(paper: Paper, claim: Claim, kept: Kept, results: Path) -> Iterator[str]:
-    """The rule, the tables side by side, and the command: what opens at a click."""
+    """Yield the part that opens at a click: the rule, the tables side by side, and the command."""
     yield f"<details><summary>rule, tables and command</summary><p>Agreement: {html.escape(claim.agreement)}.</p>"
     for title, table in (
         ("The paper", claim.paper),

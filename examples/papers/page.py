@@ -1,4 +1,4 @@
-"""The page of a paper: each claim with the paper's table, ours, the picture, the verdict, and how to see it."""
+"""The page of a paper: for each claim the paper's table, ours, the picture, the verdict, and how to test it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ MARKS = {
 
 
 def page(paper: Paper, kept: Kept, results: Path, pictures: Path | None) -> str:
-    """In Markdown; pictures are drawn where there is something to draw."""
+    """Return the page in Markdown.
+
+    The pictures of claims with complete results are drawn into the folder `pictures`, unless that is None.
+    """
     verdicts = [(claim, judged(claim, kept)) for claim in paper.claims]
     lines = [f"# {paper.title}", "", f"`python -m examples.papers {paper.name}`", ""]
     lines += [f"- {note}" for note in notes(kept, verdicts)]
@@ -37,7 +40,7 @@ def notes(kept: Kept, verdicts: Sequence[tuple[Claim, Verdict]]) -> Iterator[str
     yield "± is the standard deviation over seeds; a difference below two standard errors is undecided"
     yield f"{len(used)} runs, {minutes(used.values()):.0f} minutes of steps on one thread each"
     if counted:
-        listed = ", ".join(f"{one} ({counted.count(one)})" for one in dict.fromkeys(counted))
+        listed = ", ".join(f"{name} ({counted.count(name)})" for name in dict.fromkeys(counted))
         yield f"results by commits: {listed}; page written at {commit()}"
 
 
@@ -88,16 +91,16 @@ MODEL = "[a model, corrected by steps on an H200](../gpu.md)"
 
 
 def on_gpu(paper: Paper, claim: Claim) -> Iterator[str]:
-    """What shows it at the paper's size, with the hours that a model expects."""
+    """Yield the lines about the test at the paper's size, with the expected hours."""
     command = f"python -m examples.papers {paper.name} --only {claim.name} --submit > {claim.name}.sh"
     if claim.timed:
         of = f" by {', '.join(claim.timed_models)}, with weights as they start" if claim.timed_models else ""
         yield from ("", f"On one H100, in less than an hour{of} (nothing was measured):", "", "```sh", command, "```")
     if claim.on_gpu is None:
         return
-    found = list(hours(claim.on_gpu).values())
-    several = f", {len(found)} runs, the longest {_time(max(found))}" if len(found) > 1 else ""
-    yield from ("", f"On one H100, {_time(sum(found))} expected{several} ({MODEL}):", "")
+    expected = list(hours(claim.on_gpu).values())
+    several = f", {len(expected)} runs, the longest {_time(max(expected))}" if len(expected) > 1 else ""
+    yield from ("", f"On one H100, {_time(sum(expected))} expected{several} ({MODEL}):", "")
     yield from (
         "```sh",
         command,

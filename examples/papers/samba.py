@@ -13,7 +13,7 @@ from examples.passkey.samples import LONGER
 MAIN = ("samba", "mamba-swa-mlp", "mamba", "mamba-mlp", "llama", "llama-swa", "sliding-gla", "sliding-retnet")
 FOUR = ("samba", "mamba", "llama-swa", "llama")
 SIX = ("llama", "llama-swa", "mamba", "sliding-gla", "sliding-retnet", "samba")
-FIVE = SIX[1:]  # what a day of a GPU is enough for: Llama is trained for the claims of four
+FIVE = SIX[1:]  # trained in a day on a GPU; Llama is trained for the claims about FOUR
 LENGTHS = tuple(CONTEXT * multiple for multiple in (1, 2, 4))
 LONG_ROWS = (4096, 8192, 16384)
 SWEEP = "samba/slimpajama"
@@ -23,7 +23,7 @@ TIMED = ("samba_1.7b", "mistral_1.6b", "mamba_1.8b", "llama3_1.6b")
 
 
 def pajama(*only: str, column: Column | None = None, reads: str = "") -> OnGpu:
-    """Models of 430 million parameters on a tenth of the paper's tokens."""
+    """Return runs of models with 430 million parameters, on a tenth of the paper's tokens."""
     return OnGpu(SWEEP, only, SHORT, None if reads else column or in_rows(*LONG_ROWS), reads=reads)
 
 
@@ -40,7 +40,10 @@ def in_table(
     judge: views.Judge,
     on_gpu: OnGpu,
 ) -> Claim:
-    """A claim about models of tables.yaml; the seeds of samba.yaml's say how far runs lie apart."""
+    """Return a claim about models of tables.yaml.
+
+    It also needs samba.yaml's Samba, whose seeds give the deviation of a run.
+    """
     lengths = (CONTEXT // 2, *LENGTHS) if number == 5 else LENGTHS
     needs = {"tables": variants, "samba": ("samba",)}
     ours = views.rows_of("tables", variants, lengths)

@@ -1,4 +1,4 @@
-"""What of the Samba paper is trained (samba.yaml, tables.yaml, entropy.yaml), and what is measured on every run."""
+"""Training runs for the Samba paper (samba.yaml, tables.yaml, entropy.yaml), and the measurement of each run."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from hybridtron.model.lm import LanguageModel
 
 HERE = Path(__file__).parent
-CONTEXT = 256  # tokens of a row of training, but in Table 5
+CONTEXT = 256  # row length of training, except in Table 5
 REPEATED = ("samba", "mamba", "llama", "llama-swa", "mamba-swa-mlp")  # models with three seeds
-AT_ONCE = 2**14  # tokens that are read at once
+AT_ONCE = 2**14  # tokens in a batch of reading
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: the real study, or one of a minute."""
+    """The sizes of a study: the real one, or a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
     variants: Mapping[str, tuple[str, ...]] | None = None  # by the sweep's name; None: all
     seeds: tuple[str, ...] = ("1", "2", "3")
     vocab_size: int = 2048
-    lengths: tuple[int, ...] = (256, 512, 1024, 8192)  # of rows that samba.yaml's models read
+    lengths: tuple[int, ...] = (256, 512, 1024, 8192)  # evaluated row lengths of samba.yaml's models
     table_lengths: tuple[int, ...] = (128, 256, 512, 1024)
-    tokens: int = 2**17  # of held-out text, evenly over all of it, which is read in rows of every length
+    tokens: int = 2**17  # evaluated tokens, spread evenly over the held-out text; the same for every row length
     entropy_rows: int = 100
 
 
 STUDY = Sizes()
-QUICK = Sizes(  # at which full attention already fails beyond its rows
+QUICK = Sizes(  # large enough for full attention to fail beyond its rows
     settings=(
         "model.width=96", "model.vocab_size=512", "model.layers.-.hidden=256", "phases.0.tokens=1M",
         "run.eval_tokens=1K",
@@ -58,7 +58,10 @@ QUICK = Sizes(  # at which full attention already fails beyond its rows
 
 
 def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:
-    """The runs of `samba`, `tables` or `entropy`, on a folder of prepared tokens, and what is measured on them."""
+    """Return the part `samba`, `tables` or `entropy`: its runs with their data, and its measurement.
+
+    `data` is the folder of prepared tokens.
+    """
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
         known = sizes.variants is None or run.variant in sizes.variants[part]
@@ -74,24 +77,27 @@ def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:
 
 
 def of_run(run: Path, lengths: Sequence[int], sizes: Sizes, whole: bool) -> dict[str, Any]:
-    """Perplexity by length of the rows that the same text is read in; of the longest also by position; entropies."""
+    """Measure perplexity of the same text in rows of each length.
+
+    With `whole` also perplexity by position in the longest rows, and entropies.
+    """
     from hybridtron.cli.given import newest_checkpoint
     from hybridtron.evaluate.held_out import trained_model
 
     model, config, _ = trained_model(newest_checkpoint(run), None)
     spans_BT = held_out_rows(config.data, max(lengths) + 1, sizes.tokens // max(lengths))
     losses = {length: losses_in_rows(model, spans_BT, length) for length in lengths}
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "perplexity": {str(length): math.exp(sum(of) / len(of)) for length, of in losses.items()},
     }
     if whole:
-        found["curve"] = asdict(Curve.of(losses[max(lengths)], CONTEXT))
-        found["entropy"] = entropy_of(model, spans_BT, sizes.entropy_rows)
-    return found
+        results["curve"] = asdict(Curve.of(losses[max(lengths)], CONTEXT))
+        results["entropy"] = entropy_of(model, spans_BT, sizes.entropy_rows)
+    return results
 
 
 def losses_in_rows(model: LanguageModel, spans_BT: Tensor, length: int) -> list[float]:
-    """Mean loss by position, of text that is read in rows of a length, each from zero states."""
+    """Return the mean loss by position of a text that is read in rows of `length` tokens, each from zero states."""
     import torch
 
     from hybridtron.evaluate.length import position_losses
@@ -104,10 +110,10 @@ def losses_in_rows(model: LanguageModel, spans_BT: Tensor, length: int) -> list[
 
 
 def entropy_of(model: LanguageModel, spans_BT: Tensor, rows: int) -> list[dict[str, Any]]:
-    """Of every layer that attends or scans, over rows of the training length (Figure 5)."""
+    """Measure the entropy of each layer that attends or scans, over rows of the training length (Figure 5)."""
     from hybridtron.evaluate.entropy import entropies
     from hybridtron.model.generate import reader
 
     rows_BL = spans_BT.unfold(1, CONTEXT, CONTEXT).flatten(0, 1)
     evenly = rows_BL[:: max(1, len(rows_BL) // rows)][:rows]
-    return [one._asdict() for one in entropies(reader(model), evenly, CONTEXT)]
+    return [layer._asdict() for layer in entropies(reader(model), evenly, CONTEXT)]

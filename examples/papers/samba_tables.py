@@ -1,4 +1,6 @@
-"""What the Samba paper prints: perplexity on SlimPajama by length of the rows, at 20B tokens."""
+"""The numbers that the Samba paper prints: perplexity on SlimPajama at 20B tokens, by row length, and Table 2's
+average.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How claims of the Samba paper are read from results: tables, pictures, and the rules by which they are judged."""
+"""Tables, pictures and rules for the claims of the Samba paper."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from examples.papers.claim import Kept, Pair, Table, Verdict, holds, in_order, p
 from examples.papers.samba_runs import CONTEXT, REPEATED
 from examples.passkey.samples import LONGER
 
-LAST = 32  # times the training length, that is read
-EXPLODES = 1.2  # times the perplexity at the training length
-LEVEL = 1.01  # times another perplexity, that counts as no higher
-FOUND = 0.9  # of the keys at the tuned length
-CONVOLVED = ("samba", "sliding-gla", "sliding-gla-sc", "sliding-retnet", "sliding-retnet-sc")  # or not
+LAST = 32  # the longest evaluated rows, in training lengths
+EXPLODES = 1.2  # ratio to the perplexity at the training length from which it counts as exploded
+LEVEL = 1.01  # largest ratio of two perplexities that counts as level
+FOUND = 0.9  # share of keys that counts as nearly all
+CONVOLVED = ("samba", "sliding-gla", "sliding-gla-sc", "sliding-retnet", "sliding-retnet-sc")  # -sc: convolved
 HYBRIDS = ("samba", "mamba-swa-mlp", "samba-three", "samba-order")
 REACH = 2048  # tokens, four times the rows of tuning
 Judge = Callable[[Kept], Verdict]
 
 
 def perplexities(kept: Kept, part: str, variant: str, length: int) -> list[float]:
-    """Of every seed, at a length of rows."""
+    """Return a variant's perplexities at a row length, by seed."""
     return [found["perplexity"][str(length)] for found in kept.found(part, variant)]
 
 
 def losses(kept: Kept, part: str, variant: str, length: int = CONTEXT) -> list[float]:
-    """The same as losses, whose deviation is nearly the same for all models."""
+    """Return a variant's losses at a row length, by seed.
+
+    Unlike perplexities they have nearly the same deviation for all models.
+    """
     return [math.log(value) for value in perplexities(kept, part, variant, length)]
 
 
 def deviation(kept: Kept, length: int = CONTEXT) -> float | None:
-    """Of a run's loss over seeds, from the models that have several."""
+    """Return the deviation of a run's loss over seeds, pooled over the models with several."""
     return pooled(losses(kept, "samba", variant, length) for variant in REPEATED)
 
 
@@ -45,7 +48,7 @@ def shown(values: Sequence[float]) -> str:
 
 
 def rows_of(part: str, variants: Sequence[str], lengths: Sequence[int]) -> Callable[[Kept], Table]:
-    """Perplexity by length of the rows, means and deviations over seeds."""
+    """Return a function that makes the table of perplexity by row length, with means and deviations over seeds."""
 
     def table(kept: Kept) -> Table:
         rows = []
@@ -59,17 +62,20 @@ def rows_of(part: str, variants: Sequence[str], lengths: Sequence[int]) -> Calla
 
 
 def better(part: str, *pairs: tuple[str, str]) -> Judge:
-    """Whether the first of each pair has the lower loss."""
+    """Return a judge of pairs: it checks that the first model has the lower loss."""
 
     def judge(kept: Kept) -> Verdict:
         of = partial(losses, kept, part)
-        return in_order([Pair(f"{one} below {other}", of(one), of(other)) for one, other in pairs], deviation(kept))
+        return in_order([Pair(f"{low} below {high}", of(low), of(high)) for low, high in pairs], deviation(kept))
 
     return judge
 
 
 def why_other_order(kept: Kept) -> str:
-    """By the runs of Table 8: with the short convolution that Mamba has, and the others of this table have not."""
+    """Explain a different order by the runs of Table 8.
+
+    They have the short convolution that Mamba has and the other models of the table do not.
+    """
     samba, gla, gla_sc, retnet, retnet_sc = (statistics.mean(losses(kept, "tables", name)) for name in CONVOLVED)
     shares = ((gla - gla_sc) / (gla - samba), (retnet - retnet_sc) / (retnet - samba))
     return (
@@ -81,9 +87,12 @@ def why_other_order(kept: Kept) -> str:
 
 
 def why_other_hybrid(kept: Kept) -> str:
-    """By Samba with as many mixers as Mamba-SWA-MLP, and as many parameters of MLPs; and by these in its order."""
+    """Explain Samba's distance from Mamba-SWA-MLP by two further Sambas.
+
+    One has as many mixers as Mamba-SWA-MLP, with as many MLP parameters; the other has these in its order too.
+    """
     samba, other, three, order = (statistics.mean(losses(kept, "samba", name)) for name in HYBRIDS)
-    by_seed = {name: ", ".join(f"{one:.3f}" for one in losses(kept, "samba", name)) for name in HYBRIDS}
+    by_seed = {name: ", ".join(f"{loss:.3f}" for loss in losses(kept, "samba", name)) for name in HYBRIDS}
     return (
         "of 2.4 million parameters Samba has two Mamba layers and two windows, and Mamba-SWA-MLP three of each. Samba "
         f"with three of each, in MLPs of half the size, has a loss of {three:.3f}, where Samba has {samba:.3f} and "
@@ -96,14 +105,14 @@ def why_other_hybrid(kept: Kept) -> str:
 
 
 def explodes(kept: Kept) -> Verdict:
-    """Of full attention at 4x, and of none of the others."""
+    """Check that full attention's perplexity rises at 4x, and no other model's."""
     ratios = {variant: over_training(kept, variant, 4) for variant in ("llama", "llama-swa", "mamba", "samba")}
     wanted = {name: ratio >= EXPLODES if name == "llama" else ratio <= 1.0 for name, ratio in ratios.items()}
     return holds((f"{name} at 4x over 1x: {ratio:.3f}", wanted[name]) for name, ratio in ratios.items())
 
 
 def falls(kept: Kept) -> Verdict:
-    """Of Samba, from 1x to 4x, and to the longest rows."""
+    """Check that Samba's perplexity falls from 1x to 4x, and stays as low up to the longest rows."""
     ratios = {multiple: over_training(kept, "samba", multiple) for multiple in (2, 4, LAST)}
     wanted = ratios[4] < ratios[2] < 1 and ratios[LAST] < ratios[4] * LEVEL
     text = ", ".join(f"{ratio:.4f} at {multiple}x" for multiple, ratio in ratios.items())
@@ -111,13 +120,13 @@ def falls(kept: Kept) -> Verdict:
 
 
 def over_training(kept: Kept, variant: str, multiple: int) -> float:
-    """Perplexity in rows of many times the training length, over that in rows of it, of the same text."""
-    at, one = (statistics.mean(perplexities(kept, "samba", variant, CONTEXT * times)) for times in (multiple, 1))
-    return at / one
+    """Return perplexity in rows of many training lengths over that in rows of one, on the same text."""
+    far, near = (statistics.mean(perplexities(kept, "samba", variant, CONTEXT * times)) for times in (multiple, 1))
+    return far / near
 
 
 def one_full_layer(kept: Kept) -> Verdict:
-    """Whether every model with full attention rises from 2x to 4x, and Samba does not."""
+    """Check that every model with full attention rises from 2x to 4x, and Samba does not."""
     checks = []
     for variant in ("full-0", "full-1", "full-3", "full-1-2", "samba"):
         twice, four = (perplexities(kept, "tables", variant, CONTEXT * times)[0] for times in (2, 4))
@@ -130,26 +139,29 @@ DEEP = ("samba-deep", "mamba-mlp-deep")
 
 
 def entropies_middle(kept: Kept) -> Verdict:
-    """Whether the scans in Samba's middle third select less, that is, from a wider choice."""
+    """Check that the scans in Samba's middle third select less: from a wider choice."""
     samba, mamba = ([middle(found["entropy"]) for found in kept.found("entropy", name)] for name in DEEP)
     return in_order([Pair(f"{DEEP[1]} below {DEEP[0]}", mamba, samba)], pooled([samba, mamba]))
 
 
 def middle(entropies: Sequence[Mapping[str, Any]]) -> float:
-    """The mean over the middle third of the scans, as a share of a uniform choice's."""
-    scans = [one["entropy"] / one["bound"] for one in entropies if one["kind"] == "selection"]
+    """Return the mean entropy over the middle third of the scans, as a share of a uniform choice's."""
+    scans = [layer["entropy"] / layer["bound"] for layer in entropies if layer["kind"] == "selection"]
     third = len(scans) // 3
     return statistics.mean(scans[third : len(scans) - third])
 
 
 def why_more_selective(kept: Kept) -> str:
-    """By the models of Table 2, which are twice as wide and have read three times as many tokens."""
+    """Explain the outcome by the models of Table 2.
+
+    They are twice as wide and have read three times as many tokens.
+    """
     samba, mamba = (
         statistics.mean(
-            one["entropy"] / one["bound"]
+            layer["entropy"] / layer["bound"]
             for found in kept.found("samba", name)
-            for one in found["entropy"]
-            if one["layer"] == SCAN and one["kind"] == "selection"
+            for layer in found["entropy"]
+            if layer["layer"] == SCAN and layer["kind"] == "selection"
         )
         for name in ("samba", "mamba-mlp")
     )
@@ -162,16 +174,16 @@ def why_more_selective(kept: Kept) -> str:
 
 def entropy_rows(kept: Kept) -> Table:
     rows = [
-        (variant, str(one["layer"]), one["kind"], f"{one['entropy']:.3f}", f"{one['entropy'] / one['bound']:.3f}")
+        (variant, str(row["layer"]), row["kind"], f"{row['entropy']:.3f}", f"{row['entropy'] / row['bound']:.3f}")
         for variant in DEEP
         if (first := kept.first("entropy", variant)) is not None
-        for one in first["entropy"]
+        for row in first["entropy"]
     ]
     return Table(("ours, first seed", "layer", "of", "entropy, nats", "of a uniform choice's"), tuple(rows))
 
 
 def draw_lengths(variants: Sequence[str]) -> Callable[[Kept, Path], None]:
-    """Perplexity by position."""
+    """Return a function that draws perplexity by position."""
 
     def draw(kept: Kept, path: Path) -> None:
         from hybridtron.evaluate.pictures import picture
@@ -180,7 +192,7 @@ def draw_lengths(variants: Sequence[str]) -> Callable[[Kept, Path], None]:
             shown: list[Curve] = []
             for number, variant in enumerate(name for name in variants if kept.results("samba", name)):
                 curves = [Curve(**found["curve"]) for found in kept.found("samba", variant)]
-                draw_seeds(axes, curves[0].ends, [one.perplexities for one in curves], f"C{number}", variant, "-")
+                draw_seeds(axes, curves[0].ends, [curve.perplexities for curve in curves], f"C{number}", variant, "-")
                 shown += curves
             frame(axes, shown, CONTEXT, CONTEXT // 8)
 
@@ -194,7 +206,7 @@ def draw_entropies(kept: Kept, path: Path) -> None:
 
 
 def asked(kept: Kept, variant: str) -> list[tuple[int, float, float, float]]:
-    """Of the passkey study: length, share of keys found, its standard error, and that of the worst depth."""
+    """Return rows of the passkey study: length, share of keys found, standard error, and the worst depth's share."""
     return [
         (row["length"], row["value"], row["standard_error"], min(value for _, value, _ in row["by_depth"]))
         for row in kept.first("passkey", variant)["last"]
@@ -202,33 +214,38 @@ def asked(kept: Kept, variant: str) -> list[tuple[int, float, float, float]]:
 
 
 def passkey_rows(kept: Kept) -> Table:
-    found = {name: asked(kept, name) for name in ("samba", "swa") if kept.results("passkey", name)}
-    lengths = tuple(str(length) for length, *_ in next(iter(found.values()), []))
-    rows = tuple((name, *(f"{value:.3f} ± {error:.3f}" for _, value, error, _ in of)) for name, of in found.items())
+    results = {name: asked(kept, name) for name in ("samba", "swa") if kept.results("passkey", name)}
+    lengths = tuple(str(length) for length, *_ in next(iter(results.values()), []))
+    rows = tuple((name, *(f"{value:.3f} ± {error:.3f}" for _, value, error, _ in of)) for name, of in results.items())
     return Table(("keys found at tokens", *lengths), rows)
 
 
 def recalls(kept: Kept) -> Verdict:
-    """Whether Samba finds more than windows alone at every length, by two standard errors, and all at the tuned one."""
+    """Check that Samba finds more than windows alone at every length, by two standard errors.
+
+    At the tuned length it must also find nearly all keys at every depth.
+    """
     checks = []
-    for (length, samba, one, worst), (_, swa, other, _) in zip(asked(kept, "samba"), asked(kept, "swa"), strict=True):
-        wanted = samba - swa > 2 * math.hypot(one, other) and (worst >= FOUND or bool(checks))
+    for (length, samba, samba_error, worst), (_, swa, swa_error, _) in zip(
+        asked(kept, "samba"), asked(kept, "swa"), strict=True
+    ):
+        wanted = samba - swa > 2 * math.hypot(samba_error, swa_error) and (worst >= FOUND or bool(checks))
         checks.append((f"{length} tokens: {samba:.3f} against {swa:.3f}", wanted))
     return holds(checks)
 
 
 def recalls_all(kept: Kept) -> Verdict:
-    """Whether Samba finds nearly all keys at 16 times the tuned length."""
+    """Check that Samba finds nearly all keys at 16 times the tuned length."""
     length, value, error, _ = asked(kept, "samba")[-1]
     return holds([(f"{value:.3f} ± {error:.3f} of the keys at {length} tokens", value >= FOUND)])
 
 
 def why_not_perfect(kept: Kept) -> str:
-    """By how far back the keys stand, and by more training."""
+    """Explain lost keys by their distance, and by more training."""
     last = kept.first("passkey", "samba")["last"][-1]
     near, far = (
         statistics.mean(
-            found for depth, found, _ in last["by_depth"] if ((1 - depth) * last["length"] <= REACH) is within
+            share for depth, share, _ in last["by_depth"] if ((1 - depth) * last["length"] <= REACH) is within
         )
         for within in (True, False)
     )

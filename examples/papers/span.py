@@ -1,4 +1,7 @@
-"""The claims of the Expansion Span paper: cost, language, and recall, whose study has said by itself what agrees."""
+"""The claims of the Expansion Span paper: cost, language, and recall.
+
+Claims about recall, with their rules, are those of the span study (examples/span_study/claims.py).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ AT_SIZE = {
     "3(c)": ("blocks", {"2x8": "8x32", "8x2": "64x4"}),
     "5": (
         "adapters",
-        {"full": "full-preset=hylora", **{f"full-{one}": f"full-preset={one}" for one in ("lora", "lora_plus")}},
+        {
+            "full": "full-preset=hylora",
+            **{f"full-{one}": f"full-preset={one}" for one in ("lora", "lora_plus")},
+        },
     ),
     "6": ("ranks", {"rank=4": "rank=8", "rank=16": "rank=16", "rank=64": "rank=64"}),
     "11(a)": ("attention", {"SW": "SW-data=language"}),
@@ -36,11 +42,11 @@ AT_SIZE = {
     "12": ("retrieval", {"SE": "memory=span", "LM": "memory=landmark"}),
     "13": ("shifted", {"S2": "lr=2e-5", "S2-lr=2e-4": "lr=2e-4"}),
 }
-"""By figure, the sweep of the 2.7B whose runs stand for this study's models, and which."""
+"""For each figure, a sweep of the 2.7B model, and its runs that correspond to this study's models."""
 
 
 def adapted(of: study.Claim) -> OnGpu:
-    """Two adapted 2.7B, as the paper has them."""
+    """Return the runs of two adapted 2.7B models, as the paper has them."""
     sweep, names = AT_SIZE[of.figure]
     only = tuple(dict.fromkeys((names[of.one], names[of.other])))
     return OnGpu(f"span/{sweep}", only, column=BOTH if of.reads != (study.FULL, study.FULL) else RULER)
@@ -52,32 +58,32 @@ RULES = {
     "not_above": "not higher by 2 points with every seed",
     "level": f"within {100 * study.LEVEL:.0f} points in the mean over seeds",
 }
-"""Of recall in rows of the tuned length, twice and four times that, read with full attention but where a claim says."""
+"""Rules for recall at the tuned length, twice and four times that; read with full attention unless a claim differs."""
 
 
 def readings(kept: Kept) -> study.Found:
-    """By variant and seed."""
-    found: dict[str, dict[str, study.Readings]] = {}
+    """Return the readings of all measured models, by variant and seed."""
+    by_variant: dict[str, dict[str, study.Readings]] = {}
     for run, result in kept.measured.get("span", ()):
-        found.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.found)
-    return found
+        by_variant.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.found)
+    return by_variant
 
 
 def recalls(of: study.Claim, kept: Kept) -> Table:
-    """In percent: what is compared, and the base that both were tuned from."""
-    found = readings(kept)
+    """Return a table of recall in percent: the two compared models, and the base that both were tuned from."""
+    by_variant = readings(kept)
     rows = []
     for name, how in ((of.one, of.reads[0]), (of.other, of.reads[1]), (BASE, study.FULL)):
-        if each := [100 * study.score(one, how) for one in found.get(name, {}).values()]:
-            rows.append((f"{name}, {how}", f"{len(each)}", f"{statistics.mean(each):.1f}"))
+        if scores := [100 * study.score(reading, how) for reading in by_variant.get(name, {}).values()]:
+            rows.append((f"{name}, {how}", f"{len(scores)}", f"{statistics.mean(scores):.1f}"))
     return Table(("ours, recall in %", "seeds", "mean of rows of 512 to 2048"), tuple(rows))
 
 
 def compared(of: study.Claim, kept: Kept) -> Verdict:
     by = study.differences(readings(kept), of)
-    each = ", ".join(f"{100 * one:+.1f}" for one in by)
+    points = ", ".join(f"{100 * difference:+.1f}" for difference in by)
     mean = statistics.mean(by)
-    numbers = f"{100 * mean:+.1f} points (by seed {each})"
+    numbers = f"{100 * mean:+.1f} points (by seed {points})"
     if study.agrees(of, by):
         return Verdict(Said.AGREES, numbers)
     undecided = of.kind == "above" and (abs(mean) < study.ABOVE or min(by) < 0 < max(by))
@@ -88,10 +94,13 @@ FURTHER = ("SE-16x4", "SE-long", "full-long")
 
 
 def why_not_level(kept: Kept) -> str:
-    """Of one seed: SE with four times as many blocks, and both after three times as many steps."""
-    found = readings(kept)
+    """Explain a distance from full attention by two experiments of one seed.
+
+    SE with four times as many blocks, and both models after three times as many steps.
+    """
+    by_variant = readings(kept)
     seed = ALONE
-    recall = {name: f"{100 * study.score(found[name][seed]):.1f}%" for name in ("full", "SE", *FURTHER)}
+    recall = {name: f"{100 * study.score(by_variant[name][seed]):.1f}%" for name in ("full", "SE", *FURTHER)}
     return (
         f"from seed {seed}, full attention recalls {recall['full']} and SE {recall['SE']}; with 16 blocks in place of "
         f"4 SE recalls {recall['SE-16x4']}; after three times as many steps full attention {recall['full-long']}, SE "
@@ -100,7 +109,7 @@ def why_not_level(kept: Kept) -> str:
 
 
 def of_recall(of: study.Claim) -> Claim:
-    """As the study compares two of its models."""
+    """Return the claim for a comparison of the study."""
     pair = re.sub(r"[^a-z0-9]+", "-", f"{of.one} {of.other}".lower())
     return Claim(
         f"figure{re.sub(r'[^a-z0-9]', '', of.figure)}-{pair}",

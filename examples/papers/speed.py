@@ -1,6 +1,6 @@
-"""Speed by length: of reading and generating (Samba's Figures 1 and 3) and of spans (Expansion Span's Figure 4).
+"""Speed by length: reading and generating (Samba's Figures 1 and 3), and spans (Expansion Span's Figure 4).
 
-Measured in turns by `hybridtron bench`, and kept as files.
+The benchmarks of `hybridtron bench` measure it with all forms in turns; their tables are kept as files.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hybridtron.train.records import read_record, write_whole
 
 NAMES = ("prefill", "decode", "span")
 ROUNDS = 3
-FASTER = 2.0  # times as fast as full attention at the longest text
-# times the time per token of the shortest text
+FASTER = 2.0  # smallest speed-up over full attention at the longest text
+# largest time per token at the longest text, as a multiple of the shortest text's
 LINEAR = 1.2
 FLAT = 1.15
 
 
 def kept_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """What has been measured."""
+    """Read the stored measurements of a folder, by name."""
     return {name: record for name in NAMES if (record := read_record(folder / f"speed-{name}.json"))}
 
 
 def measure_missing(folder: Path, quick: bool) -> None:
-    """The table of each benchmark, with what it takes to measure it again."""
+    """Measure the speeds that have no file yet, and write them."""
     import torch
 
     torch.set_num_threads(1)
@@ -41,7 +41,10 @@ def measure_missing(folder: Path, quick: bool) -> None:
 
 
 def measured(name: str, models: Sequence[str] = (), quick: bool = False) -> dict[str, Any]:
-    """The benchmark's first table, of these recipes or of the benchmark's own models."""
+    """Run a benchmark and return its first table as a record.
+
+    `models` are recipes; without any the benchmark takes its own models.
+    """
     from hybridtron.cli.bench import WHAT
     from hybridtron.proving.measuring import BenchReport, machine, versions
 
@@ -61,7 +64,10 @@ def measured(name: str, models: Sequence[str] = (), quick: bool = False) -> dict
 
 
 def measured_on_gpu(claim: Claim) -> dict[str, Any]:
-    """For the third column: models of the paper's size, whose weights are as they start, which cost what others do."""
+    """Time models of the paper's size for the third column.
+
+    Their weights are untrained, which costs the same time. Raises Unusable without a GPU.
+    """
     from hybridtron.device import compute_device
 
     if compute_device().type != "cuda":
@@ -84,7 +90,7 @@ def speed_rows(name: str) -> Callable[[Kept], Table]:
 
 
 def column(kept: Kept, name: str, title: str) -> list[float]:
-    """A column of ratios, by length."""
+    """Return a column of ratios, by length."""
     record = kept.timed[name]
     place = record["header"].index(title)
     return [float(row[place].replace(",", "").removesuffix("x")) for row in record["rows"] if row[place]]
@@ -110,8 +116,11 @@ def decoding_flat(kept: Kept) -> Verdict:
 
 def spans_cheaper(kept: Kept) -> Verdict:
     full = column(kept, "span", "full / span")
-    own = column(kept, "span", "span per token")
+    grown = column(kept, "span", "span per token")
     return holds([
         (f"full attention takes {full[-1]:.1f} times a span's time at its longest row", full[-1] >= FASTER),
-        (f"a span's time per token at the longest row is {own[-1]:.2f} times that of the shortest", own[-1] <= LINEAR),
+        (
+            f"a span's time per token at the longest row is {grown[-1]:.2f} times that of the shortest",
+            grown[-1] <= LINEAR,
+        ),
     ])  # fmt: skip

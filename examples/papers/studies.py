@@ -1,6 +1,6 @@
-"""The studies that claims are judged from: their runs, planned minutes, data, and where results are kept.
+"""The studies that claims are judged from: their runs, planned minutes, data, and places of results.
 
-The order is that in which they are carried out, the most important first.
+They are listed in the order of work, the most important first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES = ("torch", "transformers", "sympy")
 
 @dataclass(frozen=True)
 class Where:
-    """Of one call: where runs stand, where results are kept, and whether sizes are those of minutes."""
+    """The folders of a call: those of runs and of results, and whether sizes are the quick ones."""
 
     runs: Path
     results: Path
@@ -45,7 +45,10 @@ class Where:
 
 @dataclass(frozen=True)
 class Study:
-    """`minutes` are those of a run by its variant, where none like it is known; `results` is a folder's name."""
+    """A set of sweeps with its data.
+
+    `minutes` estimates a run by its variant, while no run of that variant is known; `results` is a folder's name.
+    """
 
     results: str
     plan: Callable[[Where], Plan]
@@ -57,11 +60,11 @@ class Study:
 
 
 CORPORA = {"samba": "papers", "tables": "papers", "entropy": "papers", "length": "papers-512"}
-"""By sweep, the folder of its text: the vocabulary of the tiniest models is smaller."""
+"""The folder of each sweep's text; the smallest models have a smaller vocabulary."""
 
 
 def of_papers(part: str, where: Where) -> Plan:
-    """A sweep of this folder."""
+    """Plan a sweep of this folder."""
     data = where.data(CORPORA[part])
     if part == "length":
         return {part: length.part_of(length.QUICK if where.quick else length.STUDY, where.of("papers"), data)}
@@ -69,7 +72,10 @@ def of_papers(part: str, where: Where) -> Plan:
 
 
 def write_corpus(part: str, where: Where) -> None:
-    """The standard library and sources of installed packages, split by file. No run reads more than once through it."""
+    """Write the text of a sweep: the standard library and sources of installed packages, split by file.
+
+    It is long enough that no run reads more than once through it.
+    """
     from hybridtron.data.prepare.embedded import prepare_embedded
 
     of_length, of_samba = (length.QUICK, samba.QUICK) if where.quick else (length.STUDY, samba.STUDY)
@@ -88,7 +94,7 @@ def of_story(where: Where) -> Plan:
 
 
 def of_recall(where: Where) -> Plan:
-    """Further seeds once all rates of a variant have been tried."""
+    """Plan joint recall: all rates of the first seed, and further seeds of variants whose rates are all measured."""
     sizes = joint_recall.QUICK if where.quick else joint_recall.STUDY
     folders = where.of("joint_recall"), where.data("joint_recall")
     rates = joint_recall.rates_part(sizes, *folders)
@@ -152,11 +158,11 @@ STUDIES = (
     Study("grown", of_grown, write_grown, lambda _: 5),
     Study("length_story", of_story, write_story, lambda variant: 8 if variant in ("zero", "passing") else 1),
 )
-SPEED_MINUTES = 15.0  # of all that speed is measured of
+SPEED_MINUTES = 15.0  # planned for all measurements of speed
 
 
 def all_kept(where: Where) -> Kept:
-    """Every result that there is."""
+    """Read all stored results."""
     measured = {}
     for study in STUDIES:
         measured |= found_in(study.plan(where), study.kept(where))
@@ -164,6 +170,6 @@ def all_kept(where: Where) -> Kept:
 
 
 def planned(study: Study, part: str, run: SweepRun, kept: Kept) -> float:
-    """Minutes of a run: those of others of its variant, or as the study says."""
+    """Return the planned minutes of a run: the mean of its variant's other runs, or else the study's estimate."""
     known = [result.minutes for result in kept.results(part, run.variant)]
     return statistics.mean(known) if known else study.minutes(run.variant)

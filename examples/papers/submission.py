@@ -1,6 +1,7 @@
-"""A script that shows claims on a SLURM cluster, from the download to the third column of their pages.
+"""A script that tests claims on a SLURM cluster, from the download to the third column of their pages.
 
-It makes what runs read, queues their sweeps as array jobs, one H100 a run, and behind them what fills the column.
+It prepares text and weights, queues the sweeps as array jobs with one H100 for each run, and after them the commands
+that fill the columns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ ON_GPU=${ON_GPU:-srun --gpus=1 --time=1:00:00}"""
 
 @dataclass(frozen=True)
 class Queued:
-    """A sweep: its runs, the names by which they are chosen (none: all), further settings, and what comes after."""
+    """A sweep in the queue: its runs, the names that select them (none: all), further settings, and the commands after
+    it.
+    """
 
     sweep: str
     runs: Sequence[SweepRun]
@@ -41,18 +44,22 @@ class Queued:
 
 
 def script(claims: Sequence[Claim], full: bool, whole: bool) -> str:
-    """Of these claims together; `whole` and `full`: of all runs that the paper has of its sweeps."""
+    """Return the script for these claims.
+
+    With `full` runs have the paper's size; with `whole` and `full` it queues all runs of the paper's sweeps. Raises
+    Unusable if no claim can be tested on a GPU.
+    """
     shown = [claim for claim in claims if claim.on_gpu is not None]
     timed = [claim for claim in claims if claim.timed]
     if not shown and not timed:
         raise Unusable(f"no run on a GPU shows {', '.join(claim.name for claim in claims)}: its page says what does")
     queued = [_of(sweep, of, full, whole) for sweep, of in by_sweep(shown).items()]
     if full and whole:
-        queued += _others([one.sweep for one in queued])
+        queued += _others([item.sweep for item in queued])
     lines = ["#!/bin/bash", f"# {', '.join(claim.name for claim in (*shown, *timed))}"]
     if queued:
         lines += [*_about(shown, queued, full), HEAD, *_made(queued, full), "", TRAINING]
-        lines += [line for one in queued for line in _lines(one, RUNS[full])]
+        lines += [line for item in queued for line in _lines(item, RUNS[full])]
     if timed:
         lines += [TIMING, *(f"$ON_GPU python -m examples.papers --fill {claim.name}" for claim in timed)]
     return "\n".join(lines) + "\n"
@@ -67,7 +74,7 @@ def by_sweep(claims: Sequence[Claim]) -> dict[str, list[tuple[Claim, OnGpu]]]:
 
 
 def _of(sweep: str, claims: Sequence[tuple[Claim, OnGpu]], full: bool, whole: bool) -> Queued:
-    """What several claims need of a sweep is trained once."""
+    """Merge the needs of several claims on one sweep, so that each run is trained once."""
     then = [line for claim, on_gpu in claims for line in _reading(claim, on_gpu, full)]
     if full and whole:
         return Queued(sweep, read(SWEEPS / f"{sweep}.yaml").runs, (), (), then)
@@ -78,7 +85,7 @@ def _of(sweep: str, claims: Sequence[tuple[Claim, OnGpu]], full: bool, whole: bo
 
 
 def _others(known: Sequence[str]) -> Iterator[Queued]:
-    """Sweeps of the paper that no claim names."""
+    """Yield the paper's sweeps that no claim names."""
     for path in sorted((SWEEPS / Path(known[0]).parent).glob("*.yaml")):
         sweep = path.relative_to(SWEEPS).with_suffix("").as_posix()
         if sweep not in known:
@@ -86,7 +93,7 @@ def _others(known: Sequence[str]) -> Iterator[Queued]:
 
 
 def _about(claims: Sequence[Claim], queued: Sequence[Queued], full: bool) -> Iterator[str]:
-    count = sum(len(one.runs) for one in queued)
+    count = sum(len(item.runs) for item in queued)
     if full:
         yield f"# {count} runs of the paper's size, one H100 each. Written by python -m examples.papers --submit --full"
         return
@@ -100,8 +107,8 @@ def _about(claims: Sequence[Claim], queued: Sequence[Queued], full: bool) -> Ite
 
 
 def _made(queued: Sequence[Queued], full: bool) -> Iterator[str]:
-    """Each path with its commands."""
-    for path in needed(run for one in queued for run in one.runs):
+    """Yield commands that make each missing path."""
+    for path in needed(run for item in queued for run in item.runs):
         material = MATERIAL[path]
         yield f"if [ ! -e {path} ]; then"
         quoted = False  # lines of a document that a command reads are not indented
@@ -120,7 +127,7 @@ def _lines(one: Queued, output: str) -> Iterator[str]:
 
 
 def _reading(claim: Claim, on_gpu: OnGpu, full: bool) -> Iterator[str]:
-    """The commands that read runs for a claim."""
+    """Yield the commands that read a claim's runs."""
     if on_gpu.column is not None:
         yield f"python -m examples.papers --fill {claim.name}{' --full' if full else ''}"
         return

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
+TYPES = {str(dtype): dtype for dtype in (*_FLOATS, *_INTEGERS)}
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -40,7 +42,13 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = N
 def all_gather_tensors(
     tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> list[dict[str, Tensor]]:
-    """All-gather named tensors over a group to the CPU, by rank and name. Names and shapes may differ between ranks."""
+    """All-gather named tensors over a group to the CPU, by rank and name. Names and shapes may differ between ranks.
+
+    Raises TypeError on the sender if a tensor's dtype is not in TYPES.
+    """
+    for name, tensor in tensors.items():
+        if str(tensor.dtype) not in TYPES:
+            raise TypeError(f"tensor {name!r} is of {tensor.dtype}, which can't be sent; use one of {', '.join(TYPES)}")
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     described = all_gather_values(
         [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in on_cpu.items()], group

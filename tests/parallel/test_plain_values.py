@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +86,37 @@ def test_a_pickle_of_a_peer_is_not_opened(tmp_path: Path) -> None:
     assert not (tmp_path / "opened").exists()
 
 
-def test_one_process_gets_what_several_would(tmp_path: Path) -> None:
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Form a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_process_gets_what_several_would() -> None:
+    with one_process():
         assert all_gather_values(("a", 1)) == [["a", 1]]
         assert broadcast_value({"a": (1,)}, 0) == {"a": [1]}
         (found,) = all_gather_tensors({"x": torch.ones(2, 0), "y": torch.tensor(1.5)})
         assert found["x"].shape == (2, 0)
         assert found["y"] == 1.5
-    finally:
-        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [*plain_values.TYPES.values(), torch.int32, torch.uint8, torch.bool], ids=str)
+def test_every_type_that_is_sent_arrives(dtype: torch.dtype) -> None:
+    sent = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
+    with one_process():
+        (received,) = all_gather_tensors({"x": sent})
+    assert received["x"].dtype == dtype
+    assert received["x"].equal(sent)
+
+
+def test_a_tensor_of_another_type_is_refused_by_its_sender() -> None:
+    with one_process(), pytest.raises(TypeError, match=r"'x' .*torch\.complex64"):
+        all_gather_tensors({"x": torch.zeros(2, dtype=torch.complex64)})
 
 
 def test_what_is_no_plain_value_is_refused() -> None:

@@ -1,14 +1,14 @@
 """Attention over the length: a sliding window, and span-expanded attention, each against full attention.
 
-Full attention is the work that both save. `attention` also measures torch's attention with a dense mask, which is the
-window as one gets it from torch alone on a CPU, and computes every pair in order to throw most of them away. The pairs
-that a window needs, as a share of those of full attention, are the floor of the ratio. On CUDA our form is what
-dispatch takes there, and the same peers are torch's.
+Full attention is the work that both save. `attention` also measures torch's attention with a dense mask. That is the
+window as torch alone offers it on a CPU; it computes every pair and discards most of them. The pairs of a window, as a
+share of full attention's, are the floor of the ratio. On CUDA our form is the one that dispatch selects there, and the
+peers are again torch's.
 
 In `span`, a query sees the tokens before it in its chunk of 256, half of them on average, and 256 tokens of the past:
-one and a half times the pairs of a window of 256. This ratio is the floor; what is measured beyond it is what
-summaries, the choice and the gathering cost. Queries, keys and values are random, so that the chosen blocks lie
-anywhere, which is the worst case for a cache.
+one and a half times the pairs of a window of 256. This ratio is the floor; any time beyond it is the cost of summaries,
+choice and gathering. Queries, keys and values are random, so the chosen blocks lie anywhere, the worst case for a
+cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; a chunk is as long as a window. The slowest form is measured up to `most` tokens."""
+    """Sizes of the measured rows; a chunk is as long as a window.
+
+    The slowest form is measured up to `most` tokens.
+    """
 
     heads: int
     head_dim: int
@@ -79,7 +82,7 @@ def masked(length: int, window: int) -> Form:
 
 
 def spanned(chunk: int, block: int, blocks: int) -> Form:
-    """Span-expanded attention with all that it takes: summaries, relevance, choice, attention."""
+    """Return span-expanded attention with all its parts: summaries, relevance, choice, attention."""
     rule = ChoiceRule(blocks, previous=False)
 
     def run(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
@@ -94,7 +97,7 @@ def spanned(chunk: int, block: int, blocks: int) -> Form:
 
 
 class Row:
-    """Queries, keys and values of one row, and a pass of any form over them."""
+    """Random queries, keys and values of one row, and a forward and backward pass of any form over them."""
 
     def __init__(self, sizes: Sizes, length: int) -> None:
         generator = torch.Generator().manual_seed(length)
@@ -104,7 +107,7 @@ class Row:
         self.qkv = [tensor.requires_grad_() for tensor in numbers]
 
     def forward_backward(self, form: Form) -> list[Tensor]:
-        """The output and the three gradients."""
+        """Return the output and the three gradients."""
         y_BLHK = form(*self.qkv)
         return [y_BLHK.detach(), *torch.autograd.grad(y_BLHK, self.qkv, self.grad_BLHK)]
 
@@ -113,7 +116,7 @@ class Row:
 
 
 def attention(report: BenchReport) -> None:
-    """A window over the length."""
+    """Measure a window over the length, against full attention and a dense mask."""
     sizes = TINY_WINDOW if report.quick else WINDOW
     report.device = compute_device().type
     ours = windowed(sizes.window)
@@ -137,14 +140,14 @@ def attention(report: BenchReport) -> None:
         "outputs and gradients agree with those of the dense mask wherever that is measured",
     ]
     last = sizes.lengths[-1]
-    dense = [found for length, found in measured.items() if length <= sizes.most]
+    dense = [timings for length, timings in measured.items() if length <= sizes.most]
     report.at_most(f"window of {sizes.window} / full at {last} tokens", 0.15, measured[last].ratio("window", "full"))
-    worst = max(found.ratio("window", "dense mask") for found in dense)
+    worst = max(timings.ratio("window", "dense mask") for timings in dense)
     report.at_most("window / dense mask, at the worst length", 1.0, worst)
 
 
 def span(report: BenchReport) -> None:
-    """Spans over the length, and their peak memory."""
+    """Measure spans over the length, and their peak memory."""
     sizes = TINY_SPAN if report.quick else SPAN
     report.device = compute_device().type
     forms = span_forms(sizes)
@@ -168,7 +171,7 @@ def span(report: BenchReport) -> None:
         f"{report.repetitions} rounds of all forms and lengths; span per token: our time per token over that of the "
         "first row; outputs and gradients of the blocked form agree with the reference's",
     ]
-    seconds = {length: found["span"].fastest for length, found in measured.items()}
+    seconds = {length: timings["span"].fastest for length, timings in measured.items()}
     doublings = [seconds[2 * length] / seconds[length] for length in seconds if 2 * length in seconds]
     report.at_least(f"full / span at {sizes.most} tokens", 4, measured[sizes.most].ratio("full", "span"))
     over = measured[sizes.most].ratio("span", "window")
@@ -179,7 +182,7 @@ def span(report: BenchReport) -> None:
 
 
 def span_pairs(length: int, sizes: Sizes) -> float:
-    """Mean over the tokens of a row of the keys that one sees: its chunk up to it, and the blocks read of the past."""
+    """Return the mean number of keys that a token sees: earlier ones of its chunk, and retrieved blocks."""
     chunk = sizes.window
     most = sizes.block * sizes.blocks
     past = [min(most, start) for start in range(0, length, chunk)]

@@ -1,6 +1,7 @@
-"""Checkpoints: writing against torch.save and against megatron-core's own, what asynchronous writing costs, loading.
+"""Checkpoints: writing against torch.save and megatron-core's own format, the cost of asynchronous writing, and
+loading.
 
-Everything ends on disk: peers are flushed too. Times are the wall's, as disks are waited for.
+All forms end on disk: peers are flushed too. Times are wall-clock, as a save waits for the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hybridtron.problems import Unusable
 from hybridtron.proving.measuring import MIB, BenchReport, Seconds, times
 from hybridtron.proving.steps import Steps, checked, one_process
 
-AFTER = 5  # steps after the start of an asynchronous save whose time is looked at
+AFTER = 5  # timed steps after the start of an asynchronous save
 
 
 def checkpoint(report: BenchReport) -> None:
@@ -76,7 +77,10 @@ def saver_of(engine: Engine, run_dir: Path, asynchronous: bool = False) -> Saver
 
 
 def save(engine: Engine, saver: Saver, step: int = 1) -> Seconds:
-    """Seconds until the call returns."""
+    """Save a checkpoint and return the seconds until the call returns.
+
+    It first waits for an earlier save to finish.
+    """
     saver.settle()
     return wall_seconds(lambda: saver.save(engine, meta_of(engine, step, {}), saver.run_dir / "tokenizer.json"))
 
@@ -88,25 +92,28 @@ def save_speed(engine: Engine, scratch: Path, report: BenchReport) -> None:
             return wall_seconds(lambda: (torch.save(tensors, file), file.flush(), os.fsync(file.fileno())))
 
     def megatron() -> Seconds:
-        folder, state = str(new(scratch / "megatron")), blocks_of(engine)
+        folder = str(new(scratch / "megatron"))
+        state = blocks_of(engine)
         return wall_seconds(lambda: dist_checkpointing.save(state, folder))
 
     forms = {"ours": lambda: save(engine, saver_of(engine, scratch / "ours")), "torch.save with fsync": torch_save}
-    if not report.quick:  # it forks from a process that has threads, which can hang: not for a test
+    if not report.quick:  # it forks a process with threads, which can hang: not for a test
         forms["megatron-core's own"] = megatron
     timings = report.timed(forms)
-    cells = [(name, times(timings.ratio(name, "ours")), f"{one.spread:.0%}") for name, one in timings.items()]
+    cells = [(name, times(timings.ratio(name, "ours")), f"{timing.spread:.0%}") for name, timing in timings.items()]
     report.table("writing, digested and flushed", ("form", "time over ours", "spread"), cells)
     for name, limit in zip(list(forms)[1:], (1.5, 4.0), strict=False):
         report.at_least(f"GiB/s over {name}", limit, timings.ratio(name, "ours"))
 
 
 def asynchronous(step: Steps, scratch: Path, report: BenchReport) -> None:
-    """How long a save holds up its step, and how long the steps after it take."""
-    engine, slowed, both = step.engine, list[float](), list[float]()
+    """Measure the time that an asynchronous save adds to its own step, and to the steps after it."""
+    engine = step.engine
+    slowed = list[float]()
+    both = list[float]()
     saver = saver_of(engine, scratch / "later", asynchronous=True)
     numbers = itertools.count(1)
-    save(engine, saver, next(numbers))  # the first one makes the memory for the copies
+    save(engine, saver, next(numbers))  # the first save allocates the memory for the copies
 
     def some_steps() -> Seconds:
         return wall_seconds(lambda: [step() for _ in range(AFTER)])
@@ -136,12 +143,14 @@ def asynchronous(step: Steps, scratch: Path, report: BenchReport) -> None:
 
 
 def load_speed(engine: Engine, scratch: Path, report: BenchReport) -> None:
-    """All bytes by one process: as they were written, and written by four tensor-parallel ranks' worth of pieces."""
-    whole = engine.blocks
+    """Measure loading by one process: in the layout of the save, and from blocks cut as four tensor-parallel ranks
+    write them.
+    """
+    uncut = engine.blocks
     save(engine, saver_of(engine, scratch / "same"))
-    engine.blocks = lambda: {name: in_quarters(of_file) for name, of_file in whole().items()}  # type: ignore[method-assign]
+    engine.blocks = lambda: {name: in_quarters(of_file) for name, of_file in uncut().items()}  # type: ignore[method-assign]
     save(engine, saver_of(engine, scratch / "cut"))
-    engine.blocks = whole  # type: ignore[method-assign]
+    engine.blocks = uncut  # type: ignore[method-assign]
 
     def read(run_dir: Path) -> None:
         checkpoint = Checkpoint.open(folder_of(run_dir, 1))
@@ -159,15 +168,15 @@ def load_speed(engine: Engine, scratch: Path, report: BenchReport) -> None:
 
 
 def in_quarters(blocks: list) -> list:
-    """Each block cut in four along its last axis, where that is long enough."""
+    """Cut each block in four along its last axis; blocks with another length stay as they are."""
     cut = []
-    for one in blocks:
-        length = one.local_shape[-1] if one.local_shape else 0
+    for block in blocks:
+        length = block.local_shape[-1] if block.local_shape else 0
         if length % 4:
-            cut.append(one)
+            cut.append(block)
             continue
         for start in range(0, length, length // 4):
-            data = one.data.narrow(-1, start, length // 4)
-            offset = (*one.global_offset[:-1], one.global_offset[-1] + start)
-            cut.append(replace(one, data=data, local_shape=tuple(data.shape), global_offset=offset))
+            data = block.data.narrow(-1, start, length // 4)
+            offset = (*block.global_offset[:-1], block.global_offset[-1] + start)
+            cut.append(replace(block, data=data, local_shape=tuple(data.shape), global_offset=offset))
     return cut

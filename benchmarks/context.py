@@ -1,9 +1,10 @@
-"""A step over one long row: two processes of a thread each, which have half of its tokens each, against one process.
+"""A step over one long row: two processes with one thread and half of the row each, against one process with two
+threads.
 
-That one has two threads, so that both forms have the same cores. The processes talk over gloo (`parallel.context=2`).
-What the ratio shows is what sharing a row out costs: recurrences that run twice, what is handed over, and waits, less
-what two threads lose among themselves. The goal is by the wall's clock, which counts where nothing else runs. Processor
-time is of both processes together: the work that is done twice, on a busy machine too.
+Both forms thus have the same cores. The processes communicate over gloo (`parallel.context=2`). The ratio is the cost
+of sequence shards: recurrences that run twice, the exchange of states, and waits, less the loss of two threads in one
+process. The goal is for wall-clock time, which is meaningful only on an idle machine. Processor time is summed over
+both processes: it shows the repeated work, on a busy machine too.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Taken:
-    """A step: its loss, and seconds by both clocks."""
+    """A step's loss, and its seconds by both clocks."""
 
     loss: float
     wall: float
@@ -52,7 +53,7 @@ class Taken:
 
 @dataclass
 class Form:
-    """One way to take a step, and all the steps that it has taken."""
+    """One way to take a step, with the steps taken so far."""
 
     step: Callable[[], Taken]
     taken: list[Taken] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Form:
 
     @property
     def processor(self) -> float:
-        return min(one.processor for one in self.taken)
+        return min(step.processor for step in self.taken)
 
 
 def config_of(model: str, quick: bool, *settings: str) -> Config:
@@ -73,7 +74,7 @@ def config_of(model: str, quick: bool, *settings: str) -> Config:
 
 
 def context(report: BenchReport) -> None:
-    """Both forms of both models in turns, with the same losses."""
+    """Measure both forms of both models in turns, and check that their losses agree."""
     torch.set_num_threads(RANKS)
     configs = {model: config_of(model, report.quick) for model in MODELS}
     with processes(report.quick) as connections, one_process(configs["Mamba"]) as groups:
@@ -99,16 +100,16 @@ def context(report: BenchReport) -> None:
 
 
 def compared(model: str, forms: Mapping[str, Form]) -> float:
-    """Processor time of the forms, one over the other, if they have computed the same."""
+    """Return the ratio of the forms' processor times, after a check that their losses agree."""
     shared = forms[SHARED]
     whole = forms[WHOLE]
-    apart = max(abs(one.loss - other.loss) for one, other in zip(shared.taken, whole.taken, strict=False))
+    apart = max(abs(mine.loss - theirs.loss) for mine, theirs in zip(shared.taken, whole.taken, strict=False))
     assert apart <= LOSS_TOLERANCE, f"the losses of {model} differ by {apart:.1e}"
     return shared.processor / whole.processor
 
 
 def taken(steps: Steps) -> Taken:
-    """One step of this process."""
+    """Take one step in this process and measure it."""
     wall = time.perf_counter()
     processor = time.process_time()
     steps()
@@ -117,16 +118,19 @@ def taken(steps: Steps) -> Taken:
 
 
 def asked(connections: Sequence[Connection], model: str) -> Taken:
-    """One step of all processes together: the slowest's time, and the processor time of all."""
+    """Take one step in all processes together.
+
+    Returns the slowest one's wall-clock time, and the processor time of all.
+    """
     for connection in connections:
         connection.send(model)
-    found: list[Taken] = [connection.recv() for connection in connections]
-    return Taken(found[0].loss, max(one.wall for one in found), sum(one.processor for one in found))
+    steps: list[Taken] = [connection.recv() for connection in connections]
+    return Taken(steps[0].loss, max(step.wall for step in steps), sum(step.processor for step in steps))
 
 
 @contextmanager
 def processes(quick: bool) -> Iterator[list[Connection]]:
-    """One for each share of the row, which take a step of a model when they get its name."""
+    """Start a process for each sequence shard; it takes a step of a model when it receives the model's name."""
     spawn = get_context("spawn")
     pipes = [spawn.Pipe() for _ in range(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +151,7 @@ def processes(quick: bool) -> Iterator[list[Connection]]:
 
 
 def of_share(connection: Connection, meeting: str, launch: ProcessLaunch, quick: bool) -> None:
-    """A process's life."""
+    """Run one process: take a step for each name received, until it is killed."""
     hide_known_warnings()
     torch.set_num_threads(1)
     configs = {model: config_of(model, quick, f"parallel.context={RANKS}") for model in MODELS}

@@ -1,7 +1,7 @@
 """Conversion to the format of Hugging Face and back: its rate beside a plain copy of the same bytes, and its memory.
 
-Each conversion runs in a process of its own, without the proof. Its peak is what it adds to the interpreter with all it
-has imported; its time begins after the imports. A copy is flushed, as what we write is.
+Each conversion runs in a process of its own, without verification. Its peak is the memory added to the interpreter
+after all imports; its time begins after the imports. The copy is flushed, as our files are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHARD = 256 * MIB
 
 
 def converted(arguments: list[str]) -> tuple[Seconds, int]:
-    """Seconds of a conversion, and the bytes that it adds to this process."""
+    """Run a conversion; return its seconds, and the bytes that it adds to this process at its peak."""
     before = resident(reset=True)
     start = time.perf_counter()
     with redirect_stdout(io.StringIO()):
@@ -39,7 +39,7 @@ def converted(arguments: list[str]) -> tuple[Seconds, int]:
 
 
 def copy(source: Path, target: Path) -> Seconds:
-    """Seconds of a copy that is flushed."""
+    """Copy a folder and flush it; return the seconds."""
     shutil.rmtree(target, ignore_errors=True)
     start = time.perf_counter()
     shutil.copytree(source, target)
@@ -57,7 +57,7 @@ def convert(report: BenchReport) -> None:
     peaks = {"import": 0, "export": 0}
 
     def conversion(*words: str | Path) -> Seconds:
-        """Seconds of one into a new folder."""
+        """Run a conversion into a new folder and return its seconds."""
         shutil.rmtree(words[-1], ignore_errors=True)
         with fresh_processes() as pool:
             seconds, added = pool.submit(converted, [*map(str, words), "--verify", "none"]).result()
@@ -92,7 +92,7 @@ def convert(report: BenchReport) -> None:
 
 
 def written(model: ModelConfig, folder: Path) -> int:
-    """A folder of transformers with random weights; their bytes."""
+    """Write a Llama of transformers' format with random weights; return their bytes."""
     target = Llama()
     folder_size = 0
     folder.mkdir()

@@ -1,8 +1,9 @@
-"""One thread and two, by both clocks; steps with little to share, with long rows and beside others; the start of a run.
+"""One thread and two, by both clocks: single forms, steps of several shapes, many processes at once, and the start of a
+run.
 
-Processor time is what all threads of a form need together, wall-clock time how long one waits for them. A machine that
-does anything else lets threads wait for each other: both are worth something only where nothing else runs. Goals are
-by the wall's clock; every form has its turn in every round, with one thread and with two, and its fastest round counts.
+Processor time is summed over a form's threads; wall-clock time is the wait for them. On a machine with other work
+threads wait for each other, so both clocks are meaningful only on an idle one. Goals are for wall-clock time. Every
+round runs every form with one thread and with two, and a form's fastest round counts.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ THREADS = (1, 2)
 CROWD = 8  # processes at once
 ROW = ("phases.0.global_batch=1", "phases.0.micro_batch=1", "run.eval_lengths=[1]", "run.eval_tokens=1M")
 LONG = (*ROW, "phases.0.seq_len=16384")
-STEP = "step 1/"  # how the line begins that says so
+STEP = "step 1/"  # the beginning of the line that reports the first step
 IMPORTS = f"import torch, megatron.core; print('{STEP}')"
 CLOCKS = ("wall", "processor")
-PATIENT_S = 300.0  # of a process among others, for the slowest of them
+PATIENT_S = 300.0  # longest wait of a process for the slowest one
 Place = TypeVar("Place")
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """The fastest round, in seconds by each clock."""
+    """Seconds by each clock; of several rounds the lowest."""
 
     wall: float
     processor: float
 
 
 def cores(report: BenchReport) -> None:
-    """Everything, one after the other."""
+    """Run all measurements, one after the other."""
     config = checked([*report.recipe, *(QUICK if report.quick else ())])
     try:
         with one_process(config) as groups:
@@ -73,7 +74,7 @@ def cores(report: BenchReport) -> None:
 
 
 def threads(report: BenchReport, config: Config, groups: Groups) -> None:
-    """The tables of one process."""
+    """Measure the tables of a single process: two threads over one, and our steps against torch alone."""
     sizes, length = (of_scan.QUICK, 64) if report.quick else (of_scan.FULL, 4096)
     tensors = of_scan.inputs(length, sizes)
     parameters = sum(weight.numel() for weight in LanguageModel(config.model).parameters())
@@ -84,16 +85,16 @@ def threads(report: BenchReport, config: Config, groups: Groups) -> None:
     shapes = {"laptop recipe's step": (), "1 row": ROW, "1 row of 16,384 tokens": LONG}
     for name, arguments in shapes.items():
         forms |= steps_of(name, groups, [*report.recipe, *arguments, *(QUICK if report.quick else ())])
-    found = measured(forms, report.repetitions)
-    cells = [(name, *(times(ratio) for ratio in gained(found, name))) for name in forms]
+    clocks = measured(forms, report.repetitions)
+    cells = [(name, *(times(ratio) for ratio in gained(clocks, name))) for name in forms]
     header = ("form", "wall, one thread / two", "processor time, two threads / one")
     report.table("two threads over one", header, cells)
     pairs = {name: (f"{name} by torch alone", name) for name in shapes}
     pairs["a Llama over the laptop recipe"] = ("a Llama's step", "laptop recipe's step")
-    cells = [(name, *(times(ratio) for ratio in over(found, *pair))) for name, pair in pairs.items()]
+    cells = [(name, *(times(ratio) for ratio in over(clocks, *pair))) for name, pair in pairs.items()]
     header = ("step", *(f"{clock}, {count} thread{'s' * (count > 1)}" for count in THREADS for clock in CLOCKS))
     report.table("steps by torch alone / ours", header, cells)
-    goals(report, found, next(iter(forms)), pairs)
+    goals(report, clocks, next(iter(forms)), pairs)
 
 
 def goals(
@@ -108,7 +109,7 @@ def goals(
 
 
 def steps_of(name: str, groups: Groups, arguments: Sequence[str]) -> dict[str, Callable[[], object]]:
-    """A step of ours, and the same by torch alone, each of a model of its own."""
+    """Return two forms of a step, ours and torch alone, each with its own model."""
     config = checked(arguments)
     batches = random_batches(config)
     ours, plain = (Steps(config, groups, batches) for _ in range(2))
@@ -121,15 +122,18 @@ def by_torch(step: Callable[[], object]) -> None:
 
 
 def measured(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dict[tuple[Place, int], Clocks]:
-    """All forms in turns; the first round, in which memory and threads are made, does not count."""
-    found: dict[tuple[Place, int], list[Clocks]] = {(name, count): [] for name in forms for count in THREADS}
+    """Time all forms in turns.
+
+    The first round, which allocates memory and starts threads, does not count.
+    """
+    rounds_by_form: dict[tuple[Place, int], list[Clocks]] = {(name, count): [] for name in forms for count in THREADS}
     for _ in range(rounds + 1):
-        for (name, count), seconds in found.items():
+        for (name, count), seconds in rounds_by_form.items():
             torch.set_num_threads(count)
             seconds.append(clocked(forms[name]))
     return {
-        place: Clocks(min(each.wall for each in seconds[1:]), min(each.processor for each in seconds[1:]))
-        for place, seconds in found.items()
+        place: Clocks(min(once.wall for once in seconds[1:]), min(once.processor for once in seconds[1:]))
+        for place, seconds in rounds_by_form.items()
     }
 
 
@@ -141,32 +145,32 @@ def clocked(run: Callable[[], object]) -> Clocks:
 
 
 def gained(found: Mapping[tuple[str, int], Clocks], form: str) -> tuple[float, float]:
-    """How much sooner two threads end, and how much more they compute."""
-    one, two = (found[form, count] for count in THREADS)
-    return one.wall / two.wall, two.processor / one.processor
+    """Return the speed-up of two threads by the wall's clock, and the increase of processor time."""
+    single, double = (found[form, count] for count in THREADS)
+    return single.wall / double.wall, double.processor / single.processor
 
 
 def over(found: Mapping[tuple[str, int], Clocks], form: str, other: str) -> list[float]:
-    """One form's time over another's: both clocks with one thread, and with two."""
+    """Return one form's time over another's: both clocks with one thread, then with two."""
     pairs = [(found[form, count], found[other, count]) for count in THREADS]
-    return [ratio for one, two in pairs for ratio in (one.wall / two.wall, one.processor / two.processor)]
+    return [ratio for mine, its in pairs for ratio in (mine.wall / its.wall, mine.processor / its.processor)]
 
 
 def crowd(report: BenchReport) -> None:
-    """As many processes as on a larger machine, a thread each: how long the slowest step takes, by both forms."""
+    """Measure the slowest step of many processes at once, with a thread each, as on a larger machine."""
     context = get_context("spawn")
     rounds = report.repetitions
     many = 2 if report.quick else CROWD
     barrier = context.Barrier(many)
-    found = context.SimpleQueue()
+    queue = context.SimpleQueue()
     settings = [*report.recipe, *(QUICK if report.quick else ())]
-    crowd = [context.Process(target=in_the_crowd, args=(settings, rounds, barrier, found)) for _ in range(many)]
+    crowd = [context.Process(target=in_the_crowd, args=(settings, rounds, barrier, queue)) for _ in range(many)]
     for process in crowd:
         process.start()
     for process in crowd:
         process.join()
     assert all(process.exitcode == 0 for process in crowd), "a process of the crowd failed"
-    ours, plain = zip(*(found.get() for _ in crowd), strict=True)
+    ours, plain = zip(*(queue.get() for _ in crowd), strict=True)
     fastest = [min(max(of_round) for of_round in zip(*seconds, strict=True)) for seconds in (ours, plain)]
     ratio = fastest[1] / fastest[0]
     report.table("as many processes at once, a thread each", ("processes", "wall"), [(f"{many}", times(ratio))])
@@ -174,7 +178,10 @@ def crowd(report: BenchReport) -> None:
 
 
 def in_the_crowd(settings: Sequence[str], rounds: int, barrier: Barrier, found: SimpleQueue[Any]) -> None:
-    """The seconds of every round of our step, and of torch's alone; all processes begin each together."""
+    """Run one process of the crowd: time our step and torch's in every round.
+
+    All processes begin each step together; the seconds go into the queue.
+    """
     torch.set_num_threads(1)
     config = checked(settings)
     with one_process(config) as groups:
@@ -187,13 +194,16 @@ def in_the_crowd(settings: Sequence[str], rounds: int, barrier: Barrier, found: 
 
 
 def begin(report: BenchReport) -> None:
-    """From the command to the end of the first step, with prepared data; the last step would bring an evaluation."""
+    """Measure from the command to the end of the first step, with prepared data.
+
+    A run has two steps, as an evaluation would follow the last one.
+    """
     imports = ["-W", "ignore", "-c", IMPORTS]
     with tempfile.TemporaryDirectory() as scratch:
         runs = [until_a_step(a_run(number), Path(scratch)) for number in range(report.repetitions + 1)]
         bare = [until_a_step(imports, Path(scratch)) for _ in range(report.repetitions)]
-    seconds = {clock: min(getattr(each, clock) for each in runs[1:]) for clock in CLOCKS}  # the first prepares the data
-    least = {clock: min(getattr(each, clock) for each in bare) for clock in CLOCKS}
+    seconds = {clock: min(getattr(run, clock) for run in runs[1:]) for clock in CLOCKS}  # the first prepares the data
+    least = {clock: min(getattr(run, clock) for run in bare) for clock in CLOCKS}
     cells = [times(seconds[clock] / least[clock]) for clock in CLOCKS]
     report.table("from the command to the first step, over importing torch and megatron-core", CLOCKS, [cells])
     report.console.append(f"to the first step: {seconds['wall']:.2f} s, its imports alone {least['wall']:.2f} s")
@@ -205,7 +215,7 @@ def a_run(number: int) -> list[str]:
 
 
 def until_a_step(arguments: Sequence[str], folder: Path) -> Clocks:
-    """What Python takes until it has said that a step is done."""
+    """Run Python until it prints a finished step, and return the time by both clocks."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()

@@ -1,10 +1,10 @@
 """The loader against mosaicml-streaming's own: StreamingDataset in a DataLoader, on the same shards.
 
-Both read the documents of one source in shuffled order, pack them into rows of L + 1 tokens without padding, and hand
-out batches of tokens, labels, mask, document index and positions. The peer's rows are packed by the few lines of numpy
-that its users write. Workers are processes, so these times are wall-clock, from the first batch on. Besides: how long
-it takes to the first batch at the start, the middle and near the end of a long phase; and how fast documents are
-prepared, against the bare tokenizer on one core.
+Both read the documents of one source in shuffled order, pack them into rows of L + 1 tokens without padding, and return
+batches of tokens, labels, mask, document index and positions. The peer's rows are packed by a few lines of numpy, as
+its users write them. Workers are processes, so times are wall-clock, from the first batch on. Two more measurements are
+the time to the first batch at the start, the middle and near the end of a long phase, and the rate of preparing
+documents, against the bare tokenizer on one core.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ROWS = 16
 VOCABULARY = 32_000
 EOS = 0
 SHUFFLE = 2**26
-BATCH = 64  # documents that the bare tokenizer takes at once
+BATCH = 64  # documents in a call of the bare tokenizer
 
 
 def random_documents(count: int, mean: int) -> Iterator[np.ndarray]:
-    """Documents of very different lengths, as those of the web are."""
+    """Yield random documents with very different lengths, as on the web."""
     random = np.random.default_rng(0)
     for length in np.maximum(1, random.lognormal(np.log(mean) - 0.5, 1.0, count).astype(int)):
         yield random.integers(1, VOCABULARY, length)
@@ -69,7 +69,7 @@ def ours(sources: Sources, steps: int, workers: int) -> Seconds:
 
 
 def seconds_of(batches: Iterator[Any], steps: int) -> Seconds:
-    """From the first batch on: to start workers takes both sides seconds, once a run."""
+    """Return the seconds from the first batch to the last; the start of workers, once a run, does not count."""
     next(batches)
     start = time.perf_counter()
     for _ in range(steps - 1):
@@ -111,7 +111,10 @@ def batch_of(tokens: np.ndarray, documents: np.ndarray) -> tuple[torch.Tensor, .
 
 
 def theirs(folder: Path, steps: int, workers: int) -> Seconds:
-    """A fresh dataset each time, as at the start of a run; stopped after as many batches."""
+    """Time the peer from its first batch on.
+
+    The dataset is new each time, as at the start of a run, and is stopped after `steps` batches.
+    """
     dataset = imported("streaming.base.dataset").StreamingDataset(
         local=str(folder), shuffle=True, shuffle_algo="py1e", shuffle_block_size=SHUFFLE // 512, batch_size=ROWS,
         num_canonical_nodes=1,
@@ -121,7 +124,7 @@ def theirs(folder: Path, steps: int, workers: int) -> Seconds:
 
 
 def first_batch(sources: Sources, seq_len: int, rows: int, step: int) -> Seconds:
-    """Seconds from a new loader to the first batch of a step."""
+    """Return the seconds from a new loader to the first batch of a step."""
     start = time.perf_counter()
     next(iter(loader_of(sources, seq_len, rows, 0).iterate(step, step + 1)))
     return Seconds(time.perf_counter() - start)
@@ -157,27 +160,28 @@ def read_speed(scratch: Path, report: BenchReport) -> None:
 
 
 def resume_speed(scratch: Path, report: BenchReport) -> None:
-    """Rows of 128 tokens from documents of about as many: as many samples as rows."""
+    """Measure the first batch at three places of a phase, with rows about as long as documents."""
     samples = 10_000 if report.quick else 1_000_000
     sources = written(scratch / "resume", samples, 128)
     steps = samples // 64
     first_batch(sources, 128, 64, 1)
     seconds = {share: first_batch(sources, 128, 64, int(steps * share)) for share in (0.0, 0.5, 0.95)}
-    cells = [(f"{share:.0%}", times(one / seconds[0.0])) for share, one in seconds.items()]
+    cells = [(f"{share:.0%}", times(wait / seconds[0.0])) for share, wait in seconds.items()]
     title = f"from a new loader to its first batch, at a share of {samples:,} samples"
     report.table(title, ("at", "over the time at 0%"), cells)
     report.at_most("seconds between the three", 1.0, max(seconds.values()) - min(seconds.values()))
 
 
 def prepare_speed(scratch: Path, report: BenchReport) -> None:
-    """One worker, in this process, and the bare tokenizer on the same texts in equal batches; processor time."""
+    """Measure preparation by one worker against the bare tokenizer on the same texts, by processor time."""
     texts = [document.content for document in corpus.documents() if isinstance(document.content, str)]
     texts = texts[:: 20 if report.quick else 1]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = embedded.train_tokenizer(texts, 2_000 if report.quick else 32_000)
     tokenizer.save(str(scratch / "tokenizer.json"))
     (scratch / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    inputs, vocabulary = find([str(scratch / "texts.jsonl")]).inputs, open_vocabulary(scratch / "tokenizer.json")
+    inputs = find([str(scratch / "texts.jsonl")]).inputs
+    vocabulary = open_vocabulary(scratch / "tokenizer.json")
     outputs = (scratch / f"prepared-{number}" for number in itertools.count())
     forms = {
         "bare tokenizer": lambda: bare(tokenizer, texts),

@@ -1,13 +1,13 @@
 """Generation: tokens one by one from states (`decode`), and prompts (`prefill`), of several models side by side.
 
-decode    a prompt of 128 random tokens is read as often as a length needs, then tokens follow greedily at batch 1, the
-          end of text ignored. Each length is a place of its own: time per token there, and the bytes of all states
+decode    tokens are generated greedily at batch 1 after a random text of each length, the end of text ignored. Each
+          length gives a time per token and the bytes of all states
 scoring   losses of 16 rows of 4096 tokens as `hybridtron evaluate` takes them, against the forward pass of training
 prefill   the same number of tokens at every length, as rows of that length: the logits of the last position alone
 
 A model is a run's folder or a recipe; without names they are a Samba, its window, Mamba and full-attention siblings of
-the laptop recipe's size. The first Samba is also exported to transformers' class, in memory, and both generate whole
-texts with the same weights. Random weights cost what trained ones do.
+the laptop recipe's size. The first Samba is also exported to transformers' class, in memory, and both generate texts
+with the same weights. Random weights take the same time as trained ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOSS_TOLERANCE = 1e-4
 
 
 def decode(report: BenchReport) -> None:
-    """Time per token by length, beside transformers at batch 1."""
+    """Measure the time per token by length, and transformers' generate at batch 1."""
     longest = 2**16 if compute_device().type == "cuda" else 2**14
     lengths, tokens = ((32, 64), 2) if report.quick else ((longest // 16, longest // 4, longest), 64)
     models = named(report)
@@ -72,7 +72,7 @@ def decode(report: BenchReport) -> None:
 
 
 def against_transformers(report: BenchReport, model: LanguageModel, config: ModelConfig, tokens: int) -> None:
-    """The same text by both, after the same prompt."""
+    """Time both implementations on the same text after the same prompt, once they agree on its tokens."""
     theirs = as_transformers(model, config)
     prompt_BL = random_tokens(config, PROMPT)
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -89,7 +89,7 @@ def against_transformers(report: BenchReport, model: LanguageModel, config: Mode
 
 
 def prefill(report: BenchReport) -> None:
-    """Time of as many tokens in rows of each length."""
+    """Measure the time to read as many tokens in rows of each length."""
     on_gpu = compute_device().type == "cuda"
     longest = 128 if report.quick else 2**17 if on_gpu else 2**13
     lengths = [longest >> power for power in reversed(range(2 if report.quick else 8 if on_gpu else 5))]
@@ -108,7 +108,7 @@ def prefill(report: BenchReport) -> None:
 
 
 def scoring(report: BenchReport) -> None:
-    """Losses of held-out rows against the forward pass that training makes of them."""
+    """Measure losses of held-out rows against training's forward pass on the same rows."""
     rows, length = (2, 64) if report.quick else (16, 4096)
     measured = {}
     for name, (model, config) in named(report).items():
@@ -129,7 +129,7 @@ def scoring(report: BenchReport) -> None:
 
 
 def training_forward(model: LanguageModel, tokens_BT: Tensor) -> float:
-    """The mean loss, by what training computes before its backward pass."""
+    """Compute the mean loss with the forward pass of training, a row at a time."""
     total = 0.0
     for tokens_T in tokens_BT:
         tokens_1L = tokens_T[None, :-1]
@@ -143,7 +143,7 @@ def training_forward(model: LanguageModel, tokens_BT: Tensor) -> float:
 
 
 def named(report: BenchReport) -> dict[str, tuple[LanguageModel, ModelConfig]]:
-    """The models by name."""
+    """Return the models to measure, with their configurations, by name."""
     small = ("model.width=32", "model.vocab_size=64", "model.layers.-.hidden=32") if report.quick else ()
     if report.recipe:
         return {name: of_name(name) for name in report.recipe}
@@ -154,7 +154,7 @@ def named(report: BenchReport) -> dict[str, tuple[LanguageModel, ModelConfig]]:
 
 
 def of_name(name: str) -> tuple[LanguageModel, ModelConfig]:
-    """A run's newest checkpoint, or a recipe with weights as they start."""
+    """Open a run's newest checkpoint, or build a recipe's model with initial weights."""
     if Path(name).is_dir():
         checkpoint, config = opened(newest_checkpoint(Path(name)))
         return whole_model(checkpoint, config), config.model
@@ -174,14 +174,17 @@ def random_tokens(config: ModelConfig, length: int, batch: int = 1) -> Tensor:
 
 
 def decoding(model: LanguageModel, config: ModelConfig, length: int, tokens: int) -> tuple[Callable[[], object], int]:
-    """What makes tokens after a text of this length, which is read now; the bytes of its states."""
+    """Read a random text of `length` tokens, and return a function that generates tokens after it.
+
+    The second value is the bytes of the states.
+    """
     read = reader(model)
     prompts = prompts_of(random_tokens(config, length))
     with torch.no_grad():
         known = prompts.read(read.read, CHUNK)
 
     class Known(Prompts):
-        """The text, already read."""
+        """A prompt that has been read already."""
 
         def read(self, *_: object) -> Any:
             return known
@@ -190,7 +193,10 @@ def decoding(model: LanguageModel, config: ModelConfig, length: int, tokens: int
 
 
 def made(read: Any, prompts: Prompts, tokens: int) -> Seconds:
-    """After two more tokens: the first is chosen by what is known, the next finds nothing where it was."""
+    """Time `tokens` generated tokens, after two that are not timed.
+
+    The first of these is chosen from the known logits; the next has to load weights and states into the cache.
+    """
     steps = continued(read, prompts, GREEDY)
     deque(islice(steps, 2), maxlen=0)
     start = now()
@@ -208,9 +214,9 @@ def prompts_of(tokens_BL: Tensor) -> Prompts:
 
 
 def over_the_first(measured: dict[int, Timings], form: str) -> list[str]:
-    """The time of each place over that of the first one."""
-    first, *_ = found = [one[form].fastest for one in measured.values()]
-    return [times(one / first) for one in found]
+    """Return a form's time at each place over its time at the first."""
+    first, *_ = seconds = [at[form].fastest for at in measured.values()]
+    return [times(at / first) for at in seconds]
 
 
 def growth(measured: dict[int, Timings], form: str) -> float:
@@ -223,7 +229,7 @@ def readable(size: int) -> str:
 
 
 def as_transformers(model: LanguageModel, config: ModelConfig) -> Any:
-    """The class that is shipped with an export, with this model's weights, in memory."""
+    """Build the class shipped with exports in memory, with this model's weights."""
     keys: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         stored = model.table[name].stored(name)

@@ -1,10 +1,10 @@
-"""What FP8 costs in loss: the laptop recipe in each of FP8's precisions, emulated, against bf16.
+"""The loss that FP8 costs: the laptop recipe in each of FP8's precisions, emulated, against bf16.
 
 All runs of a model start from the same weights and read the same rows in the same order, at the recipe's learning rates
-of these steps. Reported are the mean training loss of the last steps, and the loss on held-out text at the training
-length. fp8_block needs a width of whole tiles of 128, so it is compared at a width of 256, with a bf16 run of its own,
-and in smaller batches. No step is refused for a spike of its gradient, or runs could differ by a step. What it costs in
-time says nothing: the emulation rounds, and multiplies in fp32.
+for these steps. The page reports the mean training loss of the last steps, and the loss on held-out text at the
+training length. fp8_block needs a width of complete tiles of 128, so it is compared at a width of 256, with a bf16 run
+of its own, and in smaller batches. No step is refused for a spike of its gradient, or runs could differ by a step.
+Times mean nothing here: the emulation rounds, and multiplies in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridtron.proving.steps import checked, one_process, random_batches
 from hybridtron.train.evaluate import evaluate
 from hybridtron.train.lr import learning_rate
 
-WITHIN = 0.01  # of the bf16 loss
+WITHIN = 0.01  # largest allowed distance from the bf16 loss, as a share of it
 BF16 = "bf16"
 LOSSES = ("training loss", "held-out loss")
 MODELS = {
@@ -40,7 +40,7 @@ QUICK += ("model.layers.W.window=16", "phases.0.seq_len=32", "phases.0.global_ba
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many steps are taken, over how many of the last the loss is a mean, and what is smaller than the recipe's."""
+    """Steps to train, last steps to average the loss over, and overrides that make the recipe smaller."""
 
     steps: int
     last: int
@@ -53,19 +53,19 @@ TINY = Sizes(3, 2, QUICK, False)
 
 
 def fp8(report: BenchReport) -> None:
-    """Train every model in every precision, and compare."""
+    """Train every model in every precision, and compare losses."""
     sizes = TINY if report.quick else FULL
     sizes = replace(sizes, overrides=(*sizes.overrides, *report.recipe))
     report.device = compute_device().type
     cells = []
     for model, (overrides, precisions) in MODELS.items():
         losses = {name: trained(model, name, overrides, sizes) for name in (BF16, *precisions)}
-        for name, found in losses.items():
-            for what, loss in found.items():
-                share = loss / losses[BF16][what]
-                cells.append((model, name, what, f"{loss:.4f}", f"{share:.4f}x"))
+        for name, of_run in losses.items():
+            for kind, loss in of_run.items():
+                share = loss / losses[BF16][kind]
+                cells.append((model, name, kind, f"{loss:.4f}", f"{share:.4f}x"))
                 if name != BF16:
-                    report.at_most(f"{what} of {name} away from that of bf16, {model}", WITHIN, abs(share - 1))
+                    report.at_most(f"{kind} of {name} away from that of bf16, {model}", WITHIN, abs(share - 1))
     report.table("loss", ("model", "precision", "of", "loss", "/ bf16"), cells)
     report.notes += [
         f"{sizes.steps} steps of recipe=laptop, {' '.join(sizes.overrides) or 'at its own batch and length'}; the "
@@ -75,7 +75,7 @@ def fp8(report: BenchReport) -> None:
 
 
 def trained(model: str, precision: str, overrides: tuple[str, ...], sizes: Sizes) -> dict[str, float]:
-    """The losses of one run, which are printed when it has ended."""
+    """Train one run and return its losses, which are also printed when it ends."""
     emulation = [] if precision == BF16 else ["precision.emulate=true"]
     settings = [*emulation, *overrides, *sizes.overrides, "run.eval_lengths=[1]", "optim.spike=null"]
     config = checked(["recipe=laptop", f"precision={precision}", *settings])

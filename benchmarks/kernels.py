@@ -1,9 +1,10 @@
-"""Kernels one by one: bytes and modelled time of a rehearsal, and on a GPU the time, beside other packages' kernels.
+"""Kernels one by one: bytes and modelled time by a rehearsal, and on a GPU the measured time, beside other packages'
+kernels.
 
-Beside a measured rate stands its share of what the same device reached in the same run with a large copy, and beside
-the time that of the model (`hybridtron/rehearse`). Times are medians of blocks of calls by torch.utils.benchmark, after
-a warm-up; backward is timed alone, over a graph that is kept. Every form of an op that the device and its packages
-allow is measured, fla's kernel for SSD too. Without CUDA the model is all there is.
+A measured rate is given with its share of the rate of a large copy, taken on the same device in the same run; a time is
+given with the model's (`hybridtron/rehearse`). Times are medians of blocks of calls by torch.utils.benchmark, after a
+warm-up; backward is timed alone, over a graph that is kept. Every form of an op that the device and its packages allow
+is measured, fla's kernel for SSD too. Without CUDA only the model's numbers are given.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ MEASURED = ("ms", "model / measured", "GB/s", "of copy")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: D width, E inner channels, N state; SSD's heads, head size, state; attention's; the vocabulary."""
+    """Sizes of a model.
+
+    width (D), inner channels (E) and state (N); SSD's heads, head size and state; attention's heads and head size; the
+    vocabulary; row lengths.
+    """
 
     width: int = 2304
     inner: int = 4608
@@ -66,22 +71,25 @@ QUICK = Sizes(8, 16, 4, 4, (2, 4, 4), (2, 8), 16, 4, 2, 32, (48,))
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel at one length: an op, or what is made of several, and its inputs."""
+    """A kernel at one length, with its inputs: an op, or a function that combines several."""
 
     name: str
     run: Op[Any, Any] | Callable[[Any], Tensor]
     inputs: Any
-    outputs: int = 1  # the number of them, from the first, that get gradients
-    repeats: bool = True  # whether backward leaves what forward kept as it was
+    outputs: int = 1  # number of outputs with gradients, counted from the first
+    repeats: bool = True  # whether backward leaves the kept tensors unchanged
 
     def implementations(self, device: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-        """Every implementation that can run these inputs on a device, by name; and other ways to compute them."""
+        """Yield every implementation that can run these inputs on a device, by name, and other ways to compute them."""
         if not isinstance(self.run, Op):
             yield "ours", self.run
             return
-        for each in self.run.implementations:
-            if each.unavailable_reason(device) is None and each.unsupported_reason(self.inputs) is None:
-                yield each.name, each.function
+        for implementation in self.run.implementations:
+            if (
+                implementation.unavailable_reason(device) is None
+                and implementation.unsupported_reason(self.inputs) is None
+            ):
+                yield implementation.name, implementation.function
         if self.run is rms_norm:
             yield "torch", torch_norm
         if self.run is add_rms_norm:
@@ -102,7 +110,10 @@ def torch_add_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
 
 
 def fla_ssd(inputs: SSDInputs) -> Tensor:
-    """The same recurrence as fla's gated linear attention with one decay a head; its heads do not share B and C."""
+    """Compute SSD as fla's gated linear attention with one decay for each head.
+
+    Its heads do not share B and C, so these are repeated.
+    """
     chunk_simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     x, dt, A, B, C, D, bias, _, _ = inputs
     delta = step_sizes(dt, bias)
@@ -112,7 +123,7 @@ def fla_ssd(inputs: SSDInputs) -> Tensor:
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Random numbers that want gradients; bf16, and fp32 on a CPU."""
+    """Return random numbers with gradients enabled; on a CPU always in fp32."""
     dtype = torch.float32 if torch.get_default_device().type == "cpu" else dtype
     return torch.randn(shape, dtype=dtype).requires_grad_()
 
@@ -149,14 +160,14 @@ def norm_kernel(sizes: Sizes, length: int) -> Kernel:
 
 
 def sum_norm_kernel(sizes: Sizes, length: int) -> Kernel:
-    """The same with the sum before it that makes the residual stream."""
+    """Return the kernel that adds to the residual stream and normalises the sum."""
     x, added = (normal(length, 1, sizes.width) for _ in range(2))
     inputs = AddRMSNormInputs(x, added, normal(sizes.width, dtype=torch.float32), 1e-5)
     return Kernel("sum + RMSNorm", add_rms_norm, inputs, outputs=2)
 
 
 def loss_kernel(sizes: Sizes, length: int) -> Kernel:
-    """Forward makes the gradients too; backward scales them."""
+    """Return the loss kernel, whose forward also computes the gradients; backward only scales them."""
     labels = torch.randint(sizes.vocabulary, (length,))
     mask = torch.ones(length, dtype=torch.bool)
     x = normal(length, sizes.width)
@@ -176,7 +187,7 @@ def full_kernel(sizes: Sizes, length: int) -> Kernel:
 
 
 def span_kernel(sizes: Sizes, length: int) -> Kernel:
-    """With summaries, relevance and choice."""
+    """Return span attention with summaries, relevance and choice."""
     q, k, v = (normal(1, length, *sizes.attention) for _ in range(3))
     run = spanned(sizes.window, sizes.block, sizes.blocks)
     name = f"SE-Attn, chunk {sizes.window}, {sizes.blocks} x {sizes.block}"
@@ -194,23 +205,26 @@ KERNELS = (
     full_kernel,
     span_kernel,
 )
-"""Each for one row of a number of tokens, its inputs on torch's default device."""
+"""Functions that make a kernel for one row of a length, with inputs on torch's default device."""
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The median of the times of a call; torch waits for the device."""
+    """Return the median time of a call; torch's timer waits for the device."""
     return Timer("run()", globals={"run": run}).blocked_autorange().median
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second of a large copy."""
+    """Return the bytes per second of a large copy, counting reads and writes."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
 
 
 def passes(kernel: Kernel, run: Callable[[Any], Any]) -> dict[str, Callable[[], object]]:
-    """Forward, backward over a kept graph from the first outputs where that repeats, and both."""
+    """Return the passes of a kernel by name: forward, backward over a kept graph, and both.
+
+    Backward is left out if it cannot be repeated.
+    """
     inputs = kernel.inputs
     outputs = kernel.outputs
     wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
@@ -220,7 +234,7 @@ def passes(kernel: Kernel, run: Callable[[Any], Any]) -> dict[str, Callable[[], 
         return out[:outputs] if isinstance(out, tuple) else (out,)
 
     kept = forward()
-    gradients = [torch.ones_like(one) for one in kept]
+    gradients = [torch.ones_like(output) for output in kept]
 
     def backward(out: tuple[Tensor, ...]) -> object:
         return torch.autograd.grad(out, wanted, gradients, retain_graph=True)
@@ -230,7 +244,7 @@ def passes(kernel: Kernel, run: Callable[[Any], Any]) -> dict[str, Callable[[], 
 
 
 def calls(sizes: Sizes, device: torch.device, forms: int | None = None) -> Iterator[tuple[Call, Callable[[], object]]]:
-    """Every pass of every form of every kernel, or of the first `forms` of them."""
+    """Yield every pass of every kernel in all its forms, or in its first `forms` ones."""
     for length in sizes.lengths:
         for make in KERNELS:
             with device:
@@ -241,19 +255,19 @@ def calls(sizes: Sizes, device: torch.device, forms: int | None = None) -> Itera
 
 
 def rehearsed(quick: bool) -> Iterator[tuple[Call, Callable[[], object]]]:
-    """The calls of a GPU that is not there, of the forms that it would run."""
+    """Yield the calls of a simulated GPU, in the forms that it would run."""
     return calls(QUICK if quick else FULL, torch.device("cuda"), forms=1)
 
 
 def model_cells(model: Work | None) -> tuple[str, ...]:
-    """Launches, bytes and time by a rehearsal, where there is one."""
+    """Return cells with launches, bytes and time by the rehearsal; empty ones without a rehearsal."""
     if model is None:
         return "", "", ""
     return f"{model.launches:.0f}", f"{model.bytes / 1e9:.3g}", f"{model.seconds * 1e3:.3f}"
 
 
 def measured_cells(model: Work | None, measured: float, copied: float) -> tuple[str, ...]:
-    """The time, and beside the rehearsal's bytes and a copy's bytes a second the rates."""
+    """Return cells with the time, the model's share of it, and the rate, absolute and over a copy's."""
     milliseconds = f"{measured * 1e3:.3f}"
     if model is None:
         return milliseconds, "", "", ""
@@ -262,7 +276,7 @@ def measured_cells(model: Work | None, measured: float, copied: float) -> tuple[
 
 
 def kernels(report: BenchReport) -> None:
-    """All kernels at all lengths."""
+    """Measure all kernels at all lengths, or without a GPU list the model's numbers."""
     sizes = QUICK if report.quick else FULL
     device = compute_device()
     report.device = device.type

@@ -1,8 +1,8 @@
 """A training step of a recipe through our engine, against a plain PyTorch Llama with as many parameters.
 
-The same vocabulary, tied head, loss, batches, data type and threads; the Llama (`plain_llama`) is trained by a loop as
-one would write it: cross entropy, `backward`, `clip_grad_norm_`, torch's fused AdamW. What is compared is tokens per
-second of two models that one might choose between, not the same mathematics.
+Both have the same vocabulary, tied head, loss, batches, data type and threads. The Llama (`plain_llama`) is trained by
+a loop as one would write it: cross entropy, `backward`, `clip_grad_norm_`, torch's fused AdamW. The comparison is of
+tokens per second between two models that a user might choose from, not of the same mathematics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADS = 4
 
 
 class LlamaStep:
-    """One step of the plain loop."""
+    """A step of the plain Llama's training loop."""
 
     def __init__(self, config: Config, parameters: int, batches: Sequence[Batch]) -> None:
         model = config.model
@@ -48,7 +48,7 @@ class LlamaStep:
 
 
 def llama(report: BenchReport) -> None:
-    """Tokens per second of both."""
+    """Measure the tokens per second of both models."""
     config = checked([*report.recipe, *(QUICK if report.quick else ())])
     parameters = sum(weight.numel() for weight in LanguageModel(config.model).parameters())
     batches = random_batches(config)

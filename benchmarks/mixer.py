@@ -1,9 +1,9 @@
-"""The Mamba mixers against transformers' (their plain PyTorch paths), forward and backward, with the same weights.
+"""The Mamba mixers against transformers' plain PyTorch paths, forward and backward, with the same weights.
 
-Mamba-1: the peer's loop over the tokens indexes the whole row, and the gradient of every index is as long as the row:
+Mamba-1: the peer's loop over the tokens indexes the full row, and the gradient of every index is as long as the row:
 its time grows with the square of the length. Ours is linear. Mamba-2: both are chunked and linear in the length; the
-peer repeats B and C for every head, keeps what is between the products for backward, and makes its decays by sums over
-chunk x chunk matrices. Outputs, and gradients of the input and of every weight, are compared before.
+peer repeats B and C for every head, keeps intermediate tensors for backward, and makes its decays by sums over chunk x
+chunk matrices. Before the timing, outputs and gradients of the input and of every weight are compared.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TORCH = "ours by torch alone"
 PRODUCTS = {"our products": "ours", "their products": "transformers"}
 """The projections of a mixer alone, forward and backward: a floor that neither can go below."""
 OfPeer = Callable[[Mapping[str, Tensor], str], Tensor]
-"""The peer's tensor, of those by its names, that stands for one of ours."""
+"""Finds, among the peer's tensors by name, the one that corresponds to a weight of ours."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. The peer goes up to `most` tokens."""
+    """Sizes of the measured rows. The peer is measured up to `most` tokens."""
 
     width: int
     state: int
@@ -54,7 +54,7 @@ QUICK = Sizes(width=16, state=4, lengths=(16, 32, 64, 128), most=32)
 
 
 def mixer(report: BenchReport) -> None:
-    """Mamba-1."""
+    """Measure Mamba-1 against transformers."""
     sizes = QUICK if report.quick else MAMBA
     peer = MambaMixer(MambaConfig(hidden_size=sizes.width, state_size=sizes.state, num_hidden_layers=1), layer_idx=0)
     ours = build_mixer(MambaSpec(state=sizes.state), ModelSizes(sizes.width, num_sublayers=1), SINGLE_RANK)
@@ -74,7 +74,7 @@ def mixer(report: BenchReport) -> None:
 
 
 def mamba2_mixer(report: BenchReport) -> None:
-    """Mamba-2."""
+    """Measure Mamba-2 against transformers."""
     sizes = QUICK if report.quick else MAMBA2
     inner = 2 * sizes.width
     head_dim = sizes.width // 4
@@ -104,8 +104,13 @@ def mamba2_mixer(report: BenchReport) -> None:
 
 
 def of_mamba2(inner: int, both: int) -> OfPeer:
-    """`inner` channels, and `both` for each of B and C; the peer has one in_proj (z, x, B, C, dt) and one conv1d."""
-    z_x, b_c, dt = slice(2 * inner), slice(2 * inner, 2 * inner + 2 * both), slice(2 * inner + 2 * both, None)
+    """Return a function that finds the peer's tensor for each of our Mamba-2 weights.
+
+    The peer has one in_proj (z, x, B, C, dt) and one conv1d, with `inner` channels, and `both` for each of B and C.
+    """
+    z_x = slice(2 * inner)
+    b_c = slice(2 * inner, 2 * inner + 2 * both)
+    dt = slice(2 * inner + 2 * both, None)
 
     def find(theirs: Mapping[str, Tensor], name: str) -> Tensor:
         projection = theirs["in_proj.weight"]
@@ -124,7 +129,10 @@ def of_mamba2(inner: int, both: int) -> OfPeer:
 
 
 class Pair:
-    """Both mixers, and one forward and backward pass of either on a row: the output, and all gradients of ours."""
+    """Both mixers with the same weights, and a forward and backward pass of either on a row.
+
+    A pass returns the output, and the gradients in the order of our weights.
+    """
 
     def __init__(self, ours: Mixer, peer: nn.Module, of_peer: OfPeer) -> None:
         self.ours = ours
@@ -141,12 +149,12 @@ class Pair:
         return [y_LBD.detach(), *torch.autograd.grad(y_LBD, [x_LBD, *weights.values()], grad_LBD)]
 
     def run_torch(self, x_LBD: Tensor, grad_LBD: Tensor) -> list[Tensor]:
-        """Ours, where nothing is compiled."""
+        """Run our mixer without compiled forms."""
         with force(**torch_alone()):
             return self.run_ours(x_LBD, grad_LBD)
 
     def run_products(self, length: int, own: bool) -> None:
-        """The products with the weights of all projections, as ours or as the peer makes them."""
+        """Run all projections alone, forward and backward, by our op or the peer's."""
         for name, weight in self.ours.named_parameters():
             if not name.endswith("proj.weight"):
                 continue
@@ -164,7 +172,7 @@ class Pair:
 
 
 def compare(report: BenchReport, pair: Pair, sizes: Sizes) -> dict[int, Timings]:
-    """Both over the length, as far as the peer can go, and ours alone beyond."""
+    """Measure both mixers over the length; beyond the peer's longest row ours alone."""
     forms: dict[int, dict[str, Callable[[], object]]] = {}
     outputs = []
     gradients = []
@@ -196,7 +204,7 @@ def compare(report: BenchReport, pair: Pair, sizes: Sizes) -> dict[int, Timings]
 
 
 def without_products(measured: Mapping[int, Timings]) -> list[str]:
-    """How much faster we are at what lies between the projections."""
+    """Return the peer's time over ours, after the time of the projections is subtracted from both."""
     ratios = []
     for timings in measured.values():
         if not timings.keys() >= PRODUCTS.keys():

@@ -1,4 +1,4 @@
-"""A Llama in plain PyTorch, as one would write it by hand to be fast on a CPU: what our models are measured against.
+"""A Llama in plain PyTorch, as one would write it by hand to be fast on a CPU; our models are measured against it.
 
 Fused projections, torch's own attention and RMSNorm, rotary positions, SwiGLU, tied head. No dropout, no cache.
 `tests/benchmarks/test_llama.py` compares its logits with transformers' Llama and its time with torch's own layers.
@@ -27,9 +27,9 @@ class LlamaSizes:
 
     @staticmethod
     def of(parameters: int, width: int, layers: int, heads: int, vocabulary: int) -> LlamaSizes:
-        """As many parameters as wanted, by the choice of the hidden size."""
-        each = (parameters - vocabulary * width - width) / layers - 4 * width**2 - 2 * width
-        return LlamaSizes(width, layers, heads, round(each / (3 * width)), vocabulary)
+        """Choose the hidden size so that the model has about this number of parameters."""
+        per_layer = (parameters - vocabulary * width - width) / layers - 4 * width**2 - 2 * width
+        return LlamaSizes(width, layers, heads, round(per_layer / (3 * width)), vocabulary)
 
 
 class LlamaLayer(nn.Module):

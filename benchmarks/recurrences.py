@@ -1,15 +1,15 @@
 """The recurrences whose state is a matrix, side by side: SSD, retention, gated linear attention, the delta rule.
 
-All have as many heads, keys and values of the same size, and queries and keys of their own for each head, so that what
-they read, write and carry is the same size. SSD's compiled form is the measure. Retention (RetNet) is SSD's recurrence
-with a constant decay. By multiply-adds the delta rule does almost twice as much as SSD: its keys read as its queries
-do, a triangular system is solved for every chunk, and its gradients go through both again. RWKV-6 is gated linear
-attention read before a token's step; Mamba-3 is SSD's recurrence with all that its mixer puts around it, from what its
-projections make: steps, angles, turned keys and queries, a skip.
+All have the same number of heads, keys and values of the same size, and queries and keys of their own for each head, so
+that they read, write and carry tensors of the same size. SSD's compiled form is the yardstick. Retention (RetNet) is
+SSD's recurrence with a constant decay. By multiply-adds the delta rule does almost twice as much as SSD: its keys read
+the state as its queries do, a triangular system is solved for every chunk, and its gradients go through both again.
+RWKV-6 is gated linear attention read before a token's step. Mamba-3 is SSD's recurrence with its mixer's other
+operations between the projections: steps, angles, rotated keys and queries, a skip.
 
-Beside ours stand the forms in torch of other packages, where they are installed: transformers' chunks of Gated DeltaNet
-and KDA, and flash-linear-attention's plain forms, which are what it has for a CPU, as its kernels need a GPU. Those
-that loop over tokens are measured at the lengths up to LOOPED alone.
+Other packages' forms in torch are measured too, if they are installed: transformers' chunks of Gated DeltaNet and KDA,
+and flash-linear-attention's plain forms, which are all it has for a CPU, as its kernels need a GPU. Forms that loop
+over tokens are measured only at lengths up to LOOPED.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from hybridtron.requirements import installed, is_there
 
 MEASURE = "SSD"
 GOALS = {"retention": 2.0, "GLA": 2.0, "RWKV-6": 2.5, "delta by head": 4.0, "delta by channel": 4.0, "Mamba-3": 1.5}
-"""Times SSD's, at the longest row."""
+"""Largest allowed time at the longest row, as a multiple of SSD's."""
 FLA = "flash-linear-attention"
-PLAIN = {  # its forms: by ours, where each is, and whether it loops over tokens
+PLAIN = {  # fla's form for each of ours: its place, and whether it loops over tokens
     "retention": ("simple_gla.naive:naive_chunk_simple_gla", False),
     "GLA": ("gla.naive:naive_recurrent_gla", True),
     "RWKV-6": ("rwkv6.recurrent_naive:naive_recurrent_rwkv6", True),
@@ -55,7 +55,7 @@ LOOPED = 1024  # tokens
 
 @dataclass(frozen=True)
 class Sizes:
-    """H heads with K key and V value channels."""
+    """H heads with K key and V value channels, and the row lengths."""
 
     heads: int
     key: int
@@ -68,7 +68,7 @@ QUICK = Sizes(2, 8, 8, (64, 128))
 
 
 def forms(length: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """What is timed: forward and backward of one row, with gradients of all inputs."""
+    """Return the timed forms: forward and backward of one row, with gradients of all inputs."""
     generator = torch.Generator().manual_seed(length)
     tokens = (1, length, sizes.heads)
 
@@ -94,7 +94,7 @@ def forms(length: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
     }
     timed: dict[str, Callable[[], object]] = {}
     for name, (op, inputs) in ops.items():
-        for form in (each.name for each in op.implementations if each.unavailable_reason("cpu") is None):
+        for form in (known.name for known in op.implementations if known.unavailable_reason("cpu") is None):
             timed[f"{name}, {form}"] = partial(forward_backward, op, form, inputs)
     more: dict[str, tuple[Tensor | None, ...]] = {name: inputs for name, (_, inputs) in ops.items()}
     more["RWKV-6"] = (*more["GLA"], normal(sizes.heads, sizes.key))
@@ -113,7 +113,10 @@ def of_rwkv6(q: Tensor, k: Tensor, v: Tensor, g: Tensor, bonus: Tensor) -> Tenso
 def mamba3(
     sizes: Sizes, x: Tensor, C: Tensor, B: Tensor, normal: Callable[..., Tensor]
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """The mixer between its projections, and its inputs; heads share keys and queries but for biases, as published."""
+    """Return Mamba-3's mixer between its projections as a function, and its inputs.
+
+    Heads share keys and queries but for biases, as published.
+    """
     spec = Mamba3Spec(state=sizes.key, head_dim=sizes.value, expand=1)
     mixer = Mamba3(spec, ModelSizes(sizes.heads * sizes.value, 1), SINGLE_RANK)
     for weight in mixer.parameters():
@@ -135,27 +138,30 @@ def forward_backward(op: Op, form: str, inputs: tuple[Tensor | None, ...]) -> ob
 
 
 def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...]) -> object:
-    """Of what a function of the inputs makes, to all of them."""
+    """Run a function of the inputs, and return the gradients of its output to all of them."""
     wanted = [tensor.detach().requires_grad_() for tensor in inputs if tensor is not None]
     y = function(*wanted)
     return torch.autograd.grad(y, wanted, torch.ones_like(y))
 
 
 def others(name: str, length: int) -> dict[str, Callable[..., Tensor]]:
-    """The same by the packages that are there and have it, of the same inputs; they scale the queries once more."""
-    found = {}
+    """Return other packages' forms of a recurrence, by package, on the same inputs.
+
+    Only installed packages that have the recurrence are included. They also scale the queries.
+    """
+    functions = {}
     if is_there("transformers") and (function := of_transformers(name)) is not None:
-        found["transformers"] = function
+        functions["transformers"] = function
     if is_there("fla") and name in PLAIN and (length <= LOOPED or not PLAIN[name][1]):
-        found[FLA] = of_fla(name)
-    return found
+        functions[FLA] = of_fla(name)
+    return functions
 
 
 def of_transformers(name: str) -> Callable[..., Tensor] | None:
     if name == "delta by head":
         from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-        by_head = unwrap(torch_chunk_gated_delta_rule)  # beneath what takes fla's kernels where that is installed
+        by_head = unwrap(torch_chunk_gated_delta_rule)  # without the decorator that prefers fla's kernels
         return lambda q, k, v, beta, g: by_head(q, k, v, g.squeeze(-1), beta)[0]
     if name == "delta by channel":
         from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
@@ -178,7 +184,7 @@ def of_fla(name: str) -> Callable[..., Tensor]:
 
 
 def recurrences(report: BenchReport) -> None:
-    """Times over SSD's compiled form."""
+    """Measure all recurrences over SSD's compiled form."""
     sizes = QUICK if report.quick else FULL
     timings = report.sweep({length: forms(length, sizes) for length in sizes.lengths})
     names = list(timings[sizes.lengths[0]])

@@ -1,12 +1,12 @@
-"""How far the losses of a run move where nothing but rounding differs.
+"""The distance between the losses of runs that differ in nothing but rounding.
 
-The compiled forms compute what torch's do, in another order of sums. Training amplifies any such difference: each step
-starts from weights that the last one has moved apart a little further. How much of this is training itself is shown by
-a run of torch's forms alone whose first weights are each moved to a neighbouring number, up or down by chance: the
-smallest difference that there can be. All runs read the same rows, at the recipe's learning rates.
+The compiled forms compute the same as torch's, in another order of sums. Training amplifies any such difference, as
+each step starts from weights that the last one has moved apart a little further. A control run shows how much of this
+is training itself: it uses torch's forms alone, and its first weights are each moved to a neighbouring number, up or
+down at random, the smallest possible difference. All runs read the same rows, at the recipe's learning rates.
 
-Whether the compiled forms compute something else is what float64 shows: there rounding is 2^29 times smaller, and so is
-all that comes of it, while a difference in the mathematics would stay as large as it is.
+Runs in float64 show whether the compiled forms compute something else. There rounding and all its consequences are 2^29
+times smaller, while a difference in the mathematics would stay as large as it is.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ BASE = "torch alone"
 MOVED = "torch alone, first weights moved by a rounding"
 COMPILED = "compiled forms"
 QUICK_STEPS = 3
-DOUBLE_STEPS = 40  # in float64, where a step takes several times as long
-ROWS = 5  # of the table
-FP32_ROUNDING = 2**-24  # of a loss, which shows no smaller difference
+DOUBLE_STEPS = 40  # steps in float64, which take several times as long
+ROWS = 5  # rows of the table after the first
+FP32_ROUNDING = 2**-24  # the smallest relative difference that an fp32 loss can show
 
 
 def rounding(report: BenchReport) -> None:
-    """The same training three times."""
+    """Train three times and compare the losses, then twice in float64."""
     report.device = compute_device().type
     config = checked([*report.recipe, *(QUICK if report.quick else ()), "optim.spike=null"])
     steps = QUICK_STEPS if report.quick else resolve(config)[0].end_step
@@ -56,7 +56,7 @@ def rounding(report: BenchReport) -> None:
     apart = {name: largest_so_far(runs[BASE], runs[name]) for name in (MOVED, COMPILED)}
     shown = sorted({max(1, steps * part // ROWS) for part in range(ROWS + 1)})
     header = ("after step", *apart, "compiled / moved")
-    cells = [(f"{step}", *row(*(found[step - 1] for found in apart.values()))) for step in shown]
+    cells = [(f"{step}", *row(*(differences[step - 1] for differences in apart.values()))) for step in shown]
     report.table(f"largest difference of the loss from {BASE} so far, relative", header, cells)
     report.notes.append(f"recipe {config.run.name}, {steps} steps, fp32; training losses of every step")
     double = 2 if report.quick else DOUBLE_STEPS
@@ -77,32 +77,35 @@ def row(moved: float, compiled: float) -> list[str]:
 
 
 def losses(config: Config, steps: int, own_text: bool, forms: Mapping[str, str], moved: bool = False) -> list[float]:
-    """The training loss of every step."""
+    """Train with the given forms and return the loss of every step.
+
+    With `moved` the first weights are moved by a rounding.
+    """
     phases = resolve(config)
-    found = list[float]()
+    by_step = list[float]()
     with megatron_context(), one_process(config) as groups, force(**forms):
         engine = Engine(config, groups)
         if moved:
             move(engine)
         engine.start_phase(0, range(phases[0].lanes))
         for step, batches in enumerate(batches_of(config, steps, own_text)):
-            found.append(engine.forward_backward(batches, step).mean.item())
+            by_step.append(engine.forward_backward(batches, step).mean.item())
             _, accepted = engine.step(learning_rate(phases, 0, (step + 1) * config.phases[0].tokens_per_step))
             assert accepted, f"step {step} was refused: {engine.guard.why}"
-    print(f"{BASE if forms else COMPILED}{', moved' * moved}: {found[-1]:.6f} at the end", flush=True)
-    return found
+    print(f"{BASE if forms else COMPILED}{', moved' * moved}: {by_step[-1]:.6f} at the end", flush=True)
+    return by_step
 
 
 def batches_of(config: Config, steps: int, own_text: bool) -> Iterator[Sequence[Batch]]:
-    """The micro-batches of every step: the recipe's rows, or tokens by chance."""
+    """Yield the micro-batches of every step: the recipe's rows, or random tokens."""
     read: Iterator[Sequence[Batch]] = itertools.repeat(random_batches(config))
     return itertools.islice(build_loader(resolve(config)[0]).iterate(0, steps) if own_text else read, steps)
 
 
 def double_losses(config: Config, steps: Iterator[Sequence[Batch]], forms: Mapping[str, str]) -> list[float]:
-    """The same by a plain loop in float64, which the engine does not offer."""
+    """Train in float64 by a plain loop, as the engine does not offer it; return the loss of every step."""
     phases = resolve(config)
-    found = list[float]()
+    by_step = list[float]()
     model = LanguageModel(config.model)
     initialise(model, config.run.seed)
     model = model.to(torch.float64)
@@ -111,15 +114,15 @@ def double_losses(config: Config, steps: Iterator[Sequence[Batch]], forms: Mappi
         for group in adam.param_groups:
             group["lr"] = learning_rate(phases, 0, (step + 1) * config.phases[0].tokens_per_step)
         with force(**forms):
-            found.append(sum(backward(model, batch, len(batches)) for batch in batches))
+            by_step.append(sum(backward(model, batch, len(batches)) for batch in batches))
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
         adam.step()
         adam.zero_grad()
-    return found
+    return by_step
 
 
 def backward(model: LanguageModel, batch: Batch, parts: int) -> float:
-    """A micro-batch's part of the mean loss, and its gradients."""
+    """Compute a micro-batch's part of the mean loss, and accumulate its gradients."""
     x_LBD = model(batch.tokens_BL, None, batch.seq, logits=False).output
     mask_LB = batch.mask_BL.T
     loss = linear_cross_entropy(x_LBD, model.output_weight(), batch.labels_BL.T, mask_LB, 0.0, SINGLE_RANK)
@@ -130,7 +133,7 @@ def backward(model: LanguageModel, batch: Batch, parts: int) -> float:
 
 @torch.no_grad()
 def move(engine: Engine) -> None:
-    """Every weight to the next number above or below it."""
+    """Move every weight to the next number above or below it, at random."""
     generator = torch.Generator().manual_seed(0)
     for stage in engine.stages:
         for weight in stage.model.parameters():
@@ -139,5 +142,5 @@ def move(engine: Engine) -> None:
 
 
 def largest_so_far(base: Sequence[float], other: Sequence[float]) -> list[float]:
-    relative = (abs(one - two) / one for one, two in zip(base, other, strict=True))
+    relative = (abs(first - second) / first for first, second in zip(base, other, strict=True))
     return list(itertools.accumulate(relative, max))

@@ -1,9 +1,9 @@
-"""The selective scan alone: compiled, against our forms in torch and transformers' loop, and against a floor.
+"""The selective scan alone: its compiled form, against our forms in torch and transformers' loop, and against a floor.
 
-The floor is what any form has to do: read the inputs and write the outputs once forward, read them and the output's
-gradient and write the inputs' gradients once backward, and form the L x E x N decays exp(delta A). Both are timed in
-the same rounds: a copy of that many bytes, and torch's exp over that many values in a buffer that stays in the cache.
-The compiled form makes every decay twice, forward and backward.
+The floor is the work that every form must do: read the inputs and write the outputs once forward, read them and the
+output's gradient and write the inputs' gradients once backward, and form the L x E x N decays exp(delta A). It is timed
+in the same rounds: a copy of that many bytes, and torch's exp over that many values in a buffer that stays in the
+cache. The compiled form computes every decay twice, forward and backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMS = ("native", "chunked", "reference", "transformers")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: E channels, N state entries. The loops go up to `most` tokens."""
+    """E channels, N state entries, and row lengths. The loops are measured up to `most` tokens."""
 
     channels: int
     state: int
@@ -41,7 +41,7 @@ QUICK = Sizes(channels=64, state=16, lengths=(16, 32, 64), most=32, memory=(192,
 
 
 def inputs(length: int, sizes: Sizes) -> list[Tensor]:
-    """x, dt, A, B, C, D, z, dt_bias of one row, with ranges as in a trained mixer; all want gradients."""
+    """Return x, dt, A, B, C, D, z, dt_bias of one row, with ranges as in a trained mixer and gradients enabled."""
     generator = torch.Generator().manual_seed(length)
     channels = sizes.channels
     state = sizes.state
@@ -58,7 +58,7 @@ def inputs(length: int, sizes: Sizes) -> list[Tensor]:
 
 def run(form: str, tensors: list[Tensor]) -> Tensor:
     x, dt, A_EN, B, C, D_E, z, dt_bias_E = tensors
-    if form == "transformers":  # which wants the tokens last
+    if form == "transformers":  # its axis of tokens is the last
         x, dt, B, C, z = (tensor.transpose(1, 2) for tensor in (x, dt, B, C, z))
         return mamba_selective_scan(x, dt, A_EN, B, C, D_E, z, dt_bias_E, delta_softplus=True).transpose(1, 2)
     with force(selective_scan=form):
@@ -66,20 +66,23 @@ def run(form: str, tensors: list[Tensor]) -> Tensor:
 
 
 def forward_backward(form: str, tensors: list[Tensor]) -> list[Tensor]:
-    """The output and every input's gradient."""
+    """Return the output and every input's gradient."""
     y_BLE = run(form, tensors)
     return [y_BLE.detach(), *torch.autograd.grad(y_BLE.square().mean(), tensors)]
 
 
 def floor_bytes(sizes: Sizes) -> int:
-    """Bytes per token, fp32: forward x, dt, z, B, C -> y; backward the same and dy -> dx, ddt, dz, dB, dC."""
+    """Return the floor's fp32 bytes per token.
+
+    Forward: x, dt, z, B, C -> y. Backward: the forward's inputs and dy -> dx, ddt, dz, dB, dC.
+    """
     forward = 4 * sizes.channels + 2 * sizes.state
     backward = 7 * sizes.channels + 4 * sizes.state
     return 4 * (forward + backward)
 
 
 def copy_floor(sizes: Sizes, length: int) -> Callable[[], object]:
-    """A copy that moves as many bytes as the floor of a row does; a copy of n bytes moves 2 n."""
+    """Return a copy that moves as many bytes as the floor of a row; a copy of n bytes moves 2 n."""
     source = torch.ones(length * floor_bytes(sizes) // 8)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -93,7 +96,7 @@ def exp_floor(sizes: Sizes, length: int) -> Callable[[], object]:
 
 
 def scan(report: BenchReport) -> None:
-    """Speed, floor, memory."""
+    """Measure times, their ratio to the floor, and peak memory."""
     sizes = QUICK if report.quick else FULL
     shortest = inputs(sizes.lengths[0], sizes)
     for form in FORMS[:3]:

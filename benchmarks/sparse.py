@@ -1,12 +1,12 @@
-"""Sparse attention beside a recurrence, over the length: every pattern against full attention of as many channels.
+"""Sparse attention in parallel with a recurrence, over the length: every pattern against full attention of equal width.
 
-What is timed is the whole branch in training: bins, scores and their ranking loss, who sees whom, attention, the gate;
+The full branch is timed in training: bins, scores and their ranking loss, the attention mask, attention and the gate,
 forward and backward. Full attention is torch's, with as many values in four heads and keys as wide as its values.
 
-A query sees no more keys than there are. So the cost of a token can be the same at all lengths only where the budget is
-full at the shortest: there each of the BINS bins and each stride must have as many keys as the pattern takes of it.
-`lsh, a bin a key` has as many bins as keys, as the paper has it for language. At a few thousand tokens such a bin holds
-fewer keys than a query may see, and its cost for each token rises until it does.
+A query sees no more keys than exist. So a token can cost the same at all lengths only if its budget is full in the
+shortest row. There each of the BINS bins and each stride must hold as many keys as the pattern takes from it. `lsh, a
+bin a key` has as many bins as keys, the paper's setting for language. At a few thousand tokens such a bin holds fewer
+keys than a query may see, and its cost for each token rises until it does.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from hybridtron.proving.measuring import BenchReport, per_token
 BINS = 16
 HEADS = 4
 FLAT = 1.2
-"""Times the first row's, which a token may cost at the last."""
+"""Largest time of a token in the last row, as a multiple of the first row's."""
 
 
 @dataclass(frozen=True)
 class BranchBench:
-    """State channels of a query, values, keys that a query sees; full attention is measured up to `most` tokens."""
+    """State channels of a query, values, keys of a query, and row lengths.
+
+    Full attention is measured up to `most` tokens.
+    """
 
     state: int
     values: int
@@ -48,8 +51,11 @@ QUICK = BranchBench(4, 8, 4, (64, 128), 64)
 
 
 def patterns(sizes: BranchBench) -> dict[str, SparseOptions]:
-    """Every pattern with a budget that is full at the shortest row, and the one that is not."""
-    found = {
+    """Return every pattern, with a budget that is full at the shortest row.
+
+    One more has as many bins as keys; its budget is not full there.
+    """
+    options = {
         name: SparseOptions(
             name,
             sizes.keys,
@@ -58,18 +64,22 @@ def patterns(sizes: BranchBench) -> dict[str, SparseOptions]:
         )
         for name, rules in PATTERNS.items()
     }
-    return {**found, "lsh, a bin a key": replace(found["lsh"], hashes=sizes.keys)}
+    return {**options, "lsh, a bin a key": replace(options["lsh"], hashes=sizes.keys)}
 
 
 def branch_passes(options: SparseOptions, length: int, sizes: BranchBench) -> Callable[[], object]:
-    """The branch in training over one row: gradients of keys, queries, values and its own weights."""
-    device, generator = compute_device(), torch.Generator().manual_seed(length)
+    """Return a function that runs the branch in training over one row.
+
+    It computes the gradients of keys, queries, values and the branch's own weights.
+    """
+    device = compute_device()
+    generator = torch.Generator().manual_seed(length)
     branch = SparseBranch(options, sizes.state, sizes.values, ModelSizes(sizes.values, 1), SINGLE_RANK).to(device)
     for weight in branch.parameters():
         torch.nn.init.normal_(weight, std=max(weight.shape) ** -0.5)
     shapes = [(1, length, 1, sizes.state)] * 2 + [(1, length, sizes.values)] * 2
-    *given, dy = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
-    inputs = [tensor.requires_grad_() for tensor in given]
+    *tensors, dy = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    inputs = [tensor.requires_grad_() for tensor in tensors]
     seq = replace(SeqInfo.stream(1, length), key=1).map(lambda tensor: tensor.to(device))
 
     def run() -> object:
@@ -89,22 +99,22 @@ def full_passes(length: int, sizes: BranchBench) -> Callable[[], object]:
 
 
 def sparse(report: BenchReport) -> None:
-    """Every pattern over the length, in one run."""
+    """Measure every pattern over the length, in one run."""
     sizes = QUICK if report.quick else FULL
     report.device = compute_device().type
     passes = {}
     for length in sizes.lengths:
-        passes[length] = {name: branch_passes(one, length, sizes) for name, one in patterns(sizes).items()}
+        passes[length] = {name: branch_passes(options, length, sizes) for name, options in patterns(sizes).items()}
         if length <= sizes.most:
             passes[length]["full"] = full_passes(length, sizes)
     measured = report.sweep(passes)
     names = list(patterns(sizes))
     report.ratios("time, over full attention's", "tokens", measured, [(name, "full") for name in names], {})
-    found = {name: per_token(measured, name) for name in names}
+    per_pattern = {name: per_token(measured, name) for name in names}
     of_full = per_token({n: timed for n, timed in measured.items() if "full" in timed}, "full")
-    found["full"] = of_full + [""] * (len(measured) - len(of_full))
-    cells = [(str(length), *(found[name][row] for name in found)) for row, length in enumerate(measured)]
-    report.table("time of a token, over that in the shortest row", ("tokens", *found), cells)
+    per_pattern["full"] = of_full + [""] * (len(measured) - len(of_full))
+    cells = [(str(length), *(per_pattern[name][row] for name in per_pattern)) for row, length in enumerate(measured)]
+    report.table("time of a token, over that in the shortest row", ("tokens", *per_pattern), cells)
     first = sizes.lengths[0]
     last = sizes.lengths[-1]
     for name in PATTERNS:

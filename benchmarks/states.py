@@ -1,11 +1,11 @@
-"""What carried states cost: the time of a step in each mode over one from zero, and the memory of long TBTT steps.
+"""The cost of carried states: the time of a step in each mode over one from zero, and the memory of long TBTT steps.
 
-Every mode takes the same steps of the whole engine over the same rows, which continue where the rows before them ended.
-They are joined text in all modes, as that is what passed states and noise want; so the ratio is the cost of handing
-out, taking over and checking states, of drawing noise, and of a scan that starts from a state.
+Every mode takes the same steps of the full engine over the same rows, each of which continues the row before it. They
+are joined text in all modes, as passed states and noise require it. So the ratio is the cost of distributing, adopting
+and checking states, of drawing noise, and of a scan that starts from a state.
 
-Peak memory is that of a step in a fresh process, whose weights, optimizer and tokens exist, by form and length. Forms:
-`detached` chunks, and `through` time with recompute.
+Peak memory is that of a step in a fresh process, after weights, optimizer and tokens are allocated, by form and length.
+Forms: `detached` chunks, and `through` time with recompute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridtron.proving.peak_memory import measure_memory
 from hybridtron.proving.steps import Steps, checked, one_process
 
 MODES = ("zero", "passing", "tbtt", "fitted", "random")
-FROM_ZERO = ("zero", "passing", "tbtt", "fitted")  # in their first step
+FROM_ZERO = ("zero", "passing", "tbtt", "fitted")  # modes whose first step starts from zero states
 FORMS = ("detached", "through")
 MODELS = {
     "Samba": ("model.pattern=(M-W-)*2",),
@@ -40,7 +40,7 @@ TINY = ("model.width=64", "model.vocab_size=320", "model.layers.W.window=16")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: rows of a step, of `length` tokens; then lengths of a TBTT step in chunks of as many."""
+    """Rows in a step, each with `length` tokens; then the lengths of a TBTT step, in chunks of `length`."""
 
     rows: int
     length: int
@@ -53,14 +53,14 @@ QUICK = Sizes(2, 32, (64, 128), TINY)
 
 
 def config_of(model: str, rows: int, sizes: Sizes, *arguments: str) -> Config:
-    """A laptop's model, a row a micro-batch."""
+    """Return a model's configuration, with one row in each micro-batch."""
     phase = (f"seq_len={sizes.length}", f"global_batch={rows}", "micro_batch=1")
     settings = [*(f"phases.0.{setting}" for setting in phase), "run.eval_lengths=[1]", "run.eval_tokens=1M"]
     return checked(["recipe=laptop", *settings, *MODELS[model], *sizes.overrides, *arguments])
 
 
 def rows_of(config: Config, rows: int, length: int) -> Batch:
-    """Random text that continues from row to row."""
+    """Return random text that continues from row to row."""
     tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(rows, length, dtype=torch.bool)
     continues = torch.ones(rows, dtype=torch.bool)
@@ -68,7 +68,7 @@ def rows_of(config: Config, rows: int, length: int) -> Batch:
 
 
 def states(report: BenchReport) -> None:
-    """Time of a step, and peak memory."""
+    """Measure the time of a step in each mode, and peak memory."""
     sizes = QUICK if report.quick else FULL
     report.device = compute_device().type
     with one_process(config_of("Samba", sizes.rows, sizes)) as groups:
@@ -89,7 +89,10 @@ def states(report: BenchReport) -> None:
 
 
 def modes(model: str, sizes: Sizes, groups: Groups) -> dict[str, Callable[[], object]]:
-    """A step of every mode, after two steps each, so that there are states and noise to hand out."""
+    """Return a step of every mode, after two steps each, so that states and noise exist.
+
+    Asserts that modes start from the same model and hand out different states.
+    """
     configs = {mode: config_of(model, sizes.rows, sizes, f"states.mode={mode}") for mode in MODES}
     batches = rows_of(configs["zero"], sizes.rows, sizes.length).split(1)
     steps = {mode: Steps(config, groups, batches) for mode, config in configs.items()}
@@ -102,7 +105,10 @@ def modes(model: str, sizes: Sizes, groups: Groups) -> dict[str, Callable[[], ob
 
 
 def prepared(form: str, length: int, sizes: Sizes) -> Callable[[], object]:
-    """A TBTT step over one lane, after one of few tokens. The process ends with its groups."""
+    """Return a TBTT step over one lane, after a first one on few tokens.
+
+    Process groups stay open: the measuring process ends afterwards.
+    """
     chunks = length // sizes.length
     through = ["states.through_time=true", "parallel.recompute=layer"] if form == "through" else []
     config = config_of("Mamba-2", chunks, sizes, "states.mode=tbtt", f"states.chunks={chunks}", *through)

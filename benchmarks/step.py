@@ -1,10 +1,10 @@
 """A training step of a recipe through our engine on megatron-core, against a plain PyTorch loop over the same model.
 
-Both take the same batches and start from the same weights. The plain loop is what one would write by hand: cross
+Both take the same batches and start from the same weights. The plain loop is as one would write it by hand: cross
 entropy, `backward`, `clip_grad_norm_`, torch's fused AdamW. Ours adds Megatron's schedule and distributed optimizer,
 token-weighted losses, the check for gradients that are not finite, the learning rate per step and, in bf16, fp32 master
-weights, which the plain loop goes without. What the ratio shows is the cost of these. On CUDA the absolute speed is
-reported too: tokens/s, TFLOP/s, MFU.
+weights, which the plain loop omits. The ratio shows the cost of these. On CUDA the absolute speed is reported too:
+tokens/s, TFLOP/s, MFU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TORCH = "ours by torch alone"
 
 
 class PlainStep:
-    """A step by hand."""
+    """A step of the plain loop."""
 
     def __init__(self, model: LanguageModel, config: Config, batches: Sequence[Batch]) -> None:
         self.model = model
@@ -59,7 +59,7 @@ class PlainStep:
 
 
 def step(report: BenchReport) -> None:
-    """Ours against the plain loop, with the speed in words."""
+    """Measure our step against the plain loop, and report its speed."""
     config = checked([*report.recipe, *(QUICK if report.quick else ())])
     report.device = compute_device().type
     model = LanguageModel(config.model)
@@ -71,7 +71,7 @@ def step(report: BenchReport) -> None:
         plain = PlainStep(model, config, batches)
         uncompiled = Steps(config, groups, batches)
         timings = report.timed({"ours": ours, "plain loop": plain, TORCH: partial(by_torch, uncompiled)})
-    pairs = zip(ours.losses, plain.losses, strict=False)  # as far as both loops have come
+    pairs = zip(ours.losses, plain.losses, strict=False)  # the steps that both loops have taken
     difference = max((mine - theirs).abs().item() for mine, theirs in pairs)
     assert config.precision.name != "fp32" or difference <= LOSS_TOLERANCE, f"the losses differ by {difference:.1e}"
     parameters = readable(sum(weight.numel() for weight in model.parameters()))
@@ -85,7 +85,7 @@ def step(report: BenchReport) -> None:
     ]
     reached = speed_cells(config, timings["ours"].fastest)
     if report.device == "cpu":
-        report.console += [f"{what}: {value}" for what, value in reached]
+        report.console += [f"{unit}: {value}" for unit, value in reached]
     else:
         report.table("speed of our step", ("", "value"), reached)
     report.at_most("our step / the plain loop's", 1.05, timings.ratio("ours", "plain loop"))
@@ -94,7 +94,7 @@ def step(report: BenchReport) -> None:
 
 
 def by_torch(step: Callable[[], None]) -> None:
-    """Where nothing is compiled."""
+    """Run a step without compiled forms."""
     with force(**torch_alone()):
         step()
 

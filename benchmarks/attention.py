@@ -97,7 +97,7 @@ def spanned(chunk: int, block: int, blocks: int) -> Form:
 
 
 class Row:
-    """Random queries, keys and values of one row, and a forward and backward pass of any form over them."""
+    """Random queries, keys and values for one row, and any form's forward and backward pass on them."""
 
     def __init__(self, sizes: Sizes, length: int) -> None:
         generator = torch.Generator().manual_seed(length)

@@ -145,7 +145,7 @@ def clocked(run: Callable[[], object]) -> Clocks:
 
 
 def gained(found: Mapping[tuple[str, int], Clocks], form: str) -> tuple[float, float]:
-    """Return the speed-up of two threads by the wall's clock, and the increase of processor time."""
+    """Return two threads' speed-up by the wall's clock, and their increase in processor time."""
     single, double = (found[form, count] for count in THREADS)
     return single.wall / double.wall, double.processor / single.processor
 

@@ -129,7 +129,7 @@ def of_mamba2(inner: int, both: int) -> OfPeer:
 
 
 class Pair:
-    """Both mixers with the same weights, and a forward and backward pass of either on a row.
+    """Both mixers with the same weights, and either one's forward and backward pass on a row.
 
     A pass returns the output, and the gradients in the order of our weights.
     """

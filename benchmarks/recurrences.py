@@ -68,7 +68,7 @@ QUICK = Sizes(2, 8, 8, (64, 128))
 
 
 def forms(length: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """Return the timed forms: forward and backward of one row, with gradients of all inputs."""
+    """Return the timed forms: forward and backward over one row, with gradients for all inputs."""
     generator = torch.Generator().manual_seed(length)
     tokens = (1, length, sizes.heads)
 
@@ -138,7 +138,7 @@ def forward_backward(op: Op, form: str, inputs: tuple[Tensor | None, ...]) -> ob
 
 
 def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...]) -> object:
-    """Run a function of the inputs, and return the gradients of its output to all of them."""
+    """Run a function on the inputs, and return its output's gradients with respect to all of them."""
     wanted = [tensor.detach().requires_grad_() for tensor in inputs if tensor is not None]
     y = function(*wanted)
     return torch.autograd.grad(y, wanted, torch.ones_like(y))

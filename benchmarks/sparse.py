@@ -34,7 +34,7 @@ FLAT = 1.2
 
 @dataclass(frozen=True)
 class BranchBench:
-    """State channels of a query, values, keys of a query, and row lengths.
+    """A query's state channels, values and number of keys, and row lengths.
 
     Full attention is measured up to `most` tokens.
     """

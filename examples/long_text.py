@@ -54,11 +54,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Beyond:
-    """Perplexity by position of long rows (`curve`), and of the same tokens read within the training context
+    """Perplexity by position in long rows (`curve`), and for the same tokens read within the training context
     (`within`).
 
-    Some positions of a text are harder than others. That moves both curves alike, so their ratio shows the effect that
-    tokens from further back have on the model.
+    Some positions are harder than others. That moves both curves alike, so their ratio shows how tokens from further
+    back affect the model.
     """
 
     curve: Curve

@@ -26,7 +26,7 @@ BESIDE = "measured.json"
 
 @dataclass(frozen=True)
 class Part:
-    """A sweep of a study, the folder of its runs, and the measurement of each run.
+    """A sweep in a study, the folder for its runs, and the function that measures a run.
 
     `asked` holds the sizes of data and measurement. Together with a run's settings it determines the result.
     """
@@ -99,7 +99,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """The stored result of one run: its description, the measured values, and the commit of the code.
+    """A run's stored result: its description, the measured values, and the code's commit.
 
     `minutes` is the summed time of its steps.
     """
@@ -120,9 +120,9 @@ class Results:
         return part.folder.of(run.name) / BESIDE if self.kept is None else self.kept / f"{name}-{run.name}.json"
 
     def of(self, name: str, part: Part, run: SweepRun) -> Result | None:
-        """Read the result of a run; None if it has not been measured.
+        """Read a run's result; None if it has not been measured.
 
-        Raises Unusable if the file in the folder of results belongs to other settings.
+        Raises Unusable if a file in the results folder belongs to other settings.
         """
         path = self.path(name, part, run)
         record = read_record(path)

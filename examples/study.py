@@ -95,7 +95,7 @@ def selected(file: Path, folder: Path, more: Callable[[SweepRun], tuple[str, ...
 
 
 def seed_by_seed(plan: Plan) -> Iterator[tuple[str, Part, list[SweepRun]]]:
-    """Yield the runs of all parts in training order: all parts of one seed, then those of the next.
+    """Yield the runs of all parts in training order: everything for one seed, then for the next.
 
     A study that is stopped thus has complete seeds.
     """

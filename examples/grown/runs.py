@@ -25,7 +25,7 @@ MULTIPLES = (1, 2)  # evaluated lengths, as multiples of the longest row
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a study: the real one, or a quick one that takes a minute."""
+    """Sizes for the real study, or for a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
     tuning: tuple[str, ...] = ()  # further settings of tuned runs
@@ -99,7 +99,7 @@ def write_samples(sizes: Sizes, data: Path) -> None:
 def found_of(run: Path, sizes: Sizes) -> dict[str, Any]:
     """Evaluate a run: its last held-out loss, and its accuracy on needles.
 
-    The needles are asked of the newest checkpoint; there is one row for each number of digits and length.
+    The newest checkpoint answers the needles; each combination of digits and length gives one row.
     """
     from hybridtron.cli.given import newest_checkpoint
 

@@ -100,7 +100,7 @@ def named(found: Mapping[str, Found]) -> dict[str, str]:
 
 
 def mean_of(one: Found, length: int) -> float:
-    """Return the share of keys that a variant finds at a length, averaged over numbers of digits."""
+    """Return the share of keys that a variant finds at a length, averaged over both numbers of digits."""
     return statistics.mean(row["value"] for row in one["needles"] if row["length"] == length)
 
 

@@ -1,7 +1,7 @@
 """HAX's Table 5, compared with our accuracies.
 
-The tables of the page show single claims about pairs of models, the full order for each recurrence, and further
-experiments that explain differences.
+The page's tables show claims about pairs of models, the full order for each recurrence, and further experiments that
+explain differences.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ REPEATED = ("", "SW", "KS", "HAX")  # kinds of attention that have three seeds
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a study: the real one, or a quick one that takes a minute."""
+    """Sizes for the real study, or for a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
     variants: tuple[str, ...] | None = None  # None: all

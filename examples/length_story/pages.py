@@ -23,9 +23,9 @@ COLORS = {"base": "black", "zero": "C2", "random": "C3", "fitted": "C1", "passin
 
 @dataclass(frozen=True)
 class Findings:
-    """Results of all runs, by variant and then by seed.
+    """Results for all runs, by variant and then by seed.
 
-    `language` holds perplexities by position, `copying` accuracies by length of the string.
+    `language` holds perplexities by position, `copying` accuracies by string length.
     """
 
     context: int
@@ -73,7 +73,7 @@ def perplexity_rows(
 ) -> None:
     """Add a table with a row for each group of curves.
 
-    Its columns are the lowest perplexity, the perplexity at several positions, and the ratios of these to the lowest.
+    Its columns are the lowest perplexity, perplexities at several positions, and their ratios to the lowest.
     """
     lengths = read_lengths(findings)
     names = [f"{length // findings.context}x" for length in lengths]
@@ -86,7 +86,7 @@ def perplexity_rows(
 
 
 def copying_rows(findings: Findings, report: BenchReport) -> None:
-    """Add the table of copying accuracy by length of the string."""
+    """Add the table of copying accuracy by string length."""
     lengths = list(next(iter(next(iter(findings.copying.values())).values())))
     cells = [
         (name, *(spread([of_seed[length] for of_seed in seeds.values()]) for length in lengths))

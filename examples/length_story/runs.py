@@ -27,7 +27,7 @@ VALIDATION_ROWS = 200
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a story: the real one, or a quick one that takes seconds."""
+    """Sizes for the real story, or for a quick one that takes seconds."""
 
     seeds: tuple[str, ...] = ("1", "2", "3")
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # all, or these with further settings

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
     """Write the page and the pictures of the measured runs.
 
-    Raises Unusable if one of the parts has no finished run.
+    Raises Unusable if a part has no finished run.
     """
     from examples.length_story.pages import Findings, draw, page
 

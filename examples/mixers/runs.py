@@ -23,7 +23,7 @@ PAIRS = {64: 4, 128: 8}  # row length without its end -> number of pairs
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a study: the real one, or a quick one that takes a minute."""
+    """Sizes for the real study, or for a quick one that takes a minute."""
 
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by the sweep's name
     variants: tuple[str, ...] | None = None  # None: all

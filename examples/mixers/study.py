@@ -36,7 +36,7 @@ ROUNDS = 5  # timed steps of each mixer
 
 @dataclass
 class Found:
-    """Results of one mixer: losses and curves by seed, recall by length of the row, and the time of a step."""
+    """A mixer's results: losses and curves by seed, recall by row length, and the time of a step."""
 
     parameters: int
     losses: dict[int, float] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
 
 
 def gathered(text: Sequence[tuple[SweepRun, Result]], recall: Sequence[tuple[SweepRun, Result]]) -> dict[str, Found]:
-    """Group the results of both parts by mixer, in the order of the sweep."""
+    """Group the results of both parts by mixer, in the sweep's order."""
     by_mixer: dict[str, Found] = {}
     for run, result in text:
         mixer = by_mixer.setdefault(run.variant, Found(result.trained.parameters))

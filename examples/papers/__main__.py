@@ -101,7 +101,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def write(papers: Sequence[Paper], where: Where, output: Path, docs: Path | None) -> None:
-    """Write the pages of the given papers, and the overview of all papers."""
+    """Write a page for each given paper, and the overview of all papers."""
     kept = all_kept(where)
     results = where.results / "papers"
     output.mkdir(parents=True, exist_ok=True)

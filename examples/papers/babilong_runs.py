@@ -23,7 +23,7 @@ TUNED = "-babi"  # suffix of the names of tuned runs
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a study: the real one, or a quick one that takes a minute."""
+    """Sizes for the real study, or for a quick one that takes a minute."""
 
     text: tuple[str, ...] = ()  # settings of the runs on text
     tuning: tuple[str, ...] = ()

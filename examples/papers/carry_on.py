@@ -89,7 +89,7 @@ def needed(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
 
 
 def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
-    """Return a table of the minutes planned for each sweep in advance, and of those used so far."""
+    """Return a table with the minutes planned in advance for each sweep, and the minutes used so far."""
     timed = speed.kept_in(where.results / "papers")
     of_sweeps: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for batch in needed(claims, where):

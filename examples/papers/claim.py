@@ -100,7 +100,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Kept:
-    """All stored results: of runs, by sweep, and of speed."""
+    """All stored results: runs by sweep, and measurements of speed."""
 
     measured: Measured
     timed: Mapping[str, Mapping[str, Any]]
@@ -135,7 +135,7 @@ def judged(claim: Claim, kept: Kept) -> Verdict:
 
 
 def unseen(why: str) -> Callable[[Kept], Verdict]:
-    """Return the judge of a claim that models of a laptop's size cannot test."""
+    """Return the judge for a claim that models of a laptop's size cannot test."""
     return lambda kept: Verdict(Said.UNSEEN, why)
 
 

@@ -1,4 +1,4 @@
-"""The third column of a claim's page, from a trained run: functions that read the run, and titles of the cells."""
+"""The third column of a claim's page: functions that read it from a trained run, and its cells' titles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Column:
 
 
 def in_rows(*lengths: int) -> Column:
-    """Return a column of perplexities: the same held-out text, in rows of each length."""
+    """Return a column with perplexities on the same held-out text, in rows of each length."""
 
     def cells(run: Path) -> list[str]:
         from hybridtron.cli.given import newest_checkpoint
@@ -43,9 +43,9 @@ def in_rows(*lengths: int) -> Column:
 
 
 def by_position(*multiples: int) -> Column:
-    """Return a column: perplexities at multiples of the training length, and a ratio at the last one.
+    """Return a column with perplexities at multiples of the training length, and a ratio at the last one.
 
-    The ratio is over the perplexity of the same tokens within the training context.
+    The ratio compares with the perplexity on the same tokens within the training context.
     """
 
     def cells(run: Path) -> list[str]:
@@ -72,7 +72,7 @@ def tasks(
     samples: int = SAMPLES,
     attentions: Sequence[ReadingAttention | None] = (None,),
 ) -> Column:
-    """Return a column of a task's results, or a group's average, by length and attention.
+    """Return a column with a task's results, or a group's average, by length and attention.
 
     The numbers are those of `hybridtron evaluate`.
     """

@@ -1,4 +1,4 @@
-"""The claims of the HAX paper: joint recall, needles before and after tuning, and losses of grown models."""
+"""The HAX paper's claims: joint recall, needles before and after tuning, and losses of grown models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GROWN = OnGpu("hax/chat", ("none-chat", "HAX-chat"), column=RULER)
 
 
 def cells(*models: str) -> OnGpu:
-    """Return the table's runs of the given models, at one rate and from one seed, out of 153."""
+    """Select the given models' runs at one rate and from one seed, among the table's 153 runs."""
     only = tuple(f"{model}-lr=1e-3-seed=1" for model in models)
     return OnGpu("hax/joint_recall", only, column=RECALLED, hours=3.2)
 

@@ -1,4 +1,4 @@
-"""The claims of the length-generalization paper, in the order of its figures."""
+"""The length-generalization paper's claims, in the order of its figures."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def copying_rows(kept: Kept) -> Table:
 
 
 def copies_further(kept: Kept) -> Verdict:
-    """Check that passed states copy more letters of strings three times as long as the longest of training."""
+    """Check that passed states copy more letters, at three times the longest training length."""
     zero, passing = ([of["60"] for of in kept.found("copying", name)] for name in ("zero", "passing"))
     return in_order([Pair("zero states below passing, at 60 letters", zero, passing)], pooled([zero, passing]))
 

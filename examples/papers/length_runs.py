@@ -31,7 +31,7 @@ BASES = ("base", LONGER, "context-32", "context-128", "warmup-25", "mamba", "gla
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a study: the real one, or a quick one that takes minutes."""
+    """Sizes for the real study, or for a quick one that takes minutes."""
 
     steps: int = STEPS
     settings: tuple[str, ...] = ()  # further settings of bases

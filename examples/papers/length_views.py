@@ -39,14 +39,14 @@ def curve_of(found: Found) -> Curve:
 
 
 def beyond_context(found: Found) -> float:
-    """Return the logarithm of perplexity at 16 contexts over that of the same tokens read within one."""
+    """Return the logarithm of a ratio: perplexity at 16 contexts over that for the same tokens within one."""
     return Beyond(Curve(**found["curve"]), Curve(**found["within"])).risen(CONTEXT * FAILS_AT)
 
 
 def from_least(context: int) -> Callable[[Found], float]:
     """Return a function that gives the logarithm of perplexity at 16 contexts over the curve's lowest.
 
-    For level curves the lowest is that of the easiest text.
+    In level curves the lowest belongs to the easiest text.
     """
 
     def risen(found: Found) -> float:
@@ -203,7 +203,7 @@ def table_of(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept], Ta
 
 
 def training_rows(kept: Kept) -> Table:
-    """Return a table of the first seed's base after parts of its training."""
+    """Return a table for the first seed's base after several parts of its training."""
     results = kept.first("length", "base")
     if results is None:
         return Table((), ())

@@ -1,4 +1,4 @@
-"""The claims of the Samba paper, in the order of its tables and figures."""
+"""The Samba paper's claims, in the order of its tables and figures."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def in_table(
     judge: views.Judge,
     on_gpu: OnGpu,
 ) -> Claim:
-    """Return a claim about models of tables.yaml.
+    """Return a claim about models in tables.yaml.
 
-    It also needs samba.yaml's Samba, whose seeds give the deviation of a run.
+    It also needs samba.yaml's Samba, whose seeds give a run's deviation.
     """
     lengths = (CONTEXT // 2, *LENGTHS) if number == 5 else LENGTHS
     needs = {"tables": variants, "samba": ("samba",)}

@@ -26,7 +26,7 @@ AT_ONCE = 2**14  # tokens in a batch of reading
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a study: the real one, or a quick one that takes a minute."""
+    """Sizes for the real study, or for a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
     variants: Mapping[str, tuple[str, ...]] | None = None  # by the sweep's name; None: all
@@ -77,7 +77,7 @@ def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:
 
 
 def of_run(run: Path, lengths: Sequence[int], sizes: Sizes, whole: bool) -> dict[str, Any]:
-    """Measure perplexity of the same text in rows of each length.
+    """Measure perplexity on the same text in rows of each length.
 
     With `whole` also perplexity by position in the longest rows, and entropies.
     """
@@ -97,7 +97,7 @@ def of_run(run: Path, lengths: Sequence[int], sizes: Sizes, whole: bool) -> dict
 
 
 def losses_in_rows(model: LanguageModel, spans_BT: Tensor, length: int) -> list[float]:
-    """Return the mean loss by position of a text that is read in rows of `length` tokens, each from zero states."""
+    """Return the mean loss by position on a text in rows of `length` tokens, each from zero states."""
     import torch
 
     from hybridtron.evaluate.length import position_losses
@@ -110,7 +110,7 @@ def losses_in_rows(model: LanguageModel, spans_BT: Tensor, length: int) -> list[
 
 
 def entropy_of(model: LanguageModel, spans_BT: Tensor, rows: int) -> list[dict[str, Any]]:
-    """Measure the entropy of each layer that attends or scans, over rows of the training length (Figure 5)."""
+    """Measure each attending or scanning layer's entropy, over rows of the training length (Figure 5)."""
     from hybridtron.evaluate.entropy import entropies
     from hybridtron.model.generate import reader
 

@@ -1,6 +1,6 @@
-"""The claims of the Expansion Span paper: cost, language, and recall.
+"""The Expansion Span paper's claims: cost, language, and recall.
 
-Claims about recall, with their rules, are those of the span study (examples/span_study/claims.py).
+Claims about recall, with their rules, come from the span study (examples/span_study/claims.py).
 """
 
 from __future__ import annotations

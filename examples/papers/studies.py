@@ -1,6 +1,6 @@
-"""The studies that claims are judged from: their runs, planned minutes, data, and places of results.
+"""The studies that claims are judged from: their runs, planned minutes, data, and folders of results.
 
-They are listed in the order of work, the most important first.
+They are listed by importance, and carried out in that order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES = ("torch", "transformers", "sympy")
 
 @dataclass(frozen=True)
 class Where:
-    """The folders of a call: those of runs and of results, and whether sizes are the quick ones."""
+    """A call's folders for runs and results, and a flag for the quick sizes."""
 
     runs: Path
     results: Path
@@ -47,7 +47,7 @@ class Where:
 class Study:
     """A set of sweeps with its data.
 
-    `minutes` estimates a run by its variant, while no run of that variant is known; `results` is a folder's name.
+    `minutes` estimates a run by its variant, until a run of that variant is known; `results` is a folder's name.
     """
 
     results: str

@@ -1,7 +1,7 @@
-"""Training data of the passkey study, and the evaluation of its checkpoints.
+"""Training data for the passkey study, and the evaluation of its checkpoints.
 
-Samples of each length are in a folder of their own. The last checkpoint is evaluated at several lengths, the earlier
-ones at the training length.
+Each length has a folder of samples. The last checkpoint is evaluated at several lengths, the earlier ones at the
+training length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EVERY = 10  # steps in each point of the loss curve
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a study: the real one, or a quick one that takes a minute."""
+    """Sizes for the real study, or for a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
     variants: tuple[str, ...] | None = None  # None: all
@@ -127,10 +127,10 @@ def asked(sizes: Sizes, lengths: Mapping[int, int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """Results of a run.
+    """A run's results.
 
-    `last` and `text` are rows by length, of the last checkpoint and of the text phase's. `accuracy` and `losses` are
-    pairs of step and value; losses are means over EVERY steps.
+    `last` and `text` are rows by length: the last checkpoint's, and those of the text phase's checkpoint. `accuracy`
+    and `losses` are pairs of step and value; losses are means over EVERY steps.
     """
 
     last: list[dict[str, Any]] = field(default_factory=list)

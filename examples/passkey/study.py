@@ -133,7 +133,7 @@ def draw(found: Mapping[str, Found], seq_len: int, output: Path) -> None:
 
 
 def draw_training(found: Mapping[str, Found], seq_len: int, output: Path) -> None:
-    """Draw the loss of the answers, and the share of keys found at the training length, over the steps."""
+    """Draw the answers' loss, and the share of keys found at the training length, over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")

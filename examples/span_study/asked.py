@@ -1,7 +1,7 @@
-"""Recall of a model in rows of every length, by distance of the needles.
+"""A model's recall in rows of every length, by distance of the needles.
 
-Each model is read with full attention and with the attention that it was trained with. Values are counted in bins of
-the distance to their pair.
+Each model is read with full attention, and with the attention of its training. Values are counted in bins by the
+distance to their pair.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Asked:
-    """Answers in rows of one length, by bins of distance: the number of asked values, of right answers, and the summed
-    loss in nats.
+    """Answers in rows of one length, by bins of distance: the asked values, the right answers, and the summed loss in
+    nats.
     """
 
     asked: Sequence[int]

@@ -23,7 +23,7 @@ SHORT, RECALLED, LONG = ROWS
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a study: the real one, or a quick one that takes a minute."""
+    """Sizes for the real study, or for a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
     of_base: tuple[str, ...] = ()

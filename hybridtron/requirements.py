@@ -11,6 +11,7 @@ reads the metadata that pip wrote, since wheels have no pyproject.toml. Packages
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import re
 import sys
 import tomllib
@@ -124,8 +125,17 @@ def demand(*extras: str) -> None:
 def hide_known_warnings() -> None:
     """Hide megatron-core's warnings that Transformer Engine and Apex are missing, and torch's on renamed functions.
 
-    The table at the start of a run reports missing packages. Only programs and their worker processes call this:
-    importing the package must not change the importer's warning filters.
+    Hide also the warning of a CUDA build of torch that there is no GPU: megatron-core imports torch's builder of
+    extensions, which writes it at the start of every command.
+
+    The table at the start of a run reports missing packages and the device. Only programs and their worker processes
+    call this: importing the package must not change the importer's warning filters.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_of_a_missing_gpu)
+
+
+def _is_not_of_a_missing_gpu(record: logging.LogRecord) -> bool:
+    """Let every log record pass but the one that there is no CUDA runtime."""
+    return "No CUDA runtime is found" not in record.getMessage()

@@ -175,3 +175,11 @@ def test_an_extra_of_extras_is_read_by_its_own_packages() -> None:
     extras = requirements.requirements().extras
     assert "pytest" in extras["dev"]
     assert not any("hybridtron" in names for names in extras.values())
+
+
+def test_programs_do_not_repeat_that_there_is_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+    said = "import logging; log = logging.getLogger('torch.utils.cpp_extension'); "
+    records = "log.warning('No CUDA runtime is found, using CUDA_HOME=/usr/local'); log.warning('another')"
+    hidden = "from hybridtron.requirements import hide_known_warnings; hide_known_warnings(); "
+    subprocess.run([sys.executable, "-c", said + hidden + records], check=True)
+    assert capfd.readouterr().err == "another\n"

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from hybridtron.parallel.rendezvous import LOOPBACK
 
 GRACE_S = 3.0  # after a failure, time for the job's other processes to report theirs
 START_S = 120.0  # time for new processes to import their modules
+STOP_S = 30.0  # time for killed processes to end
 
 
 class WorkerError(RuntimeError):
@@ -85,8 +87,8 @@ class Pool:
         exceeds `timeout_s`.
         """
         self._workers = [worker for worker in self._workers if worker.process.is_alive()]
-        self._start(world_size - len(self._workers))
         try:
+            self._start(world_size - len(self._workers))
             with tempfile.TemporaryDirectory(prefix="hybridtron-") as folder:
                 for rank, worker in enumerate(self._workers[:world_size]):
                     seat = Seat(rank, world_size, f"{folder}/meeting", self.gpus[rank] if self.gpus else "")
@@ -110,21 +112,28 @@ class Pool:
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
-            new.append(_Worker(process, ours))
-        self._workers += new
+            worker = _Worker(process, ours)
+            new.append(worker)
+            self._workers.append(worker)
         for worker in new:
             if not worker.connection.poll(START_S):
                 raise WorkerError(f"a process did not start within {START_S:.0f} s")
             worker.connection.recv_bytes()
 
     def _stop(self, count: int) -> None:
-        """Kill the first `count` workers, with any job that they run."""
-        for worker in self._workers[:count]:
+        """Kill the first `count` workers, and any job in them. Warn if a worker is still alive after STOP_S."""
+        stopped = self._workers[:count]
+        self._workers = self._workers[count:]
+        for worker in stopped:
             worker.connection.close()
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)  # the group includes a running job's process
-            worker.process.join()
-        self._workers = self._workers[count:]
+            worker.process.kill()  # a worker that is still starting has no group yet
+        deadline = time.monotonic() + STOP_S
+        for worker in stopped:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                warnings.warn(f"process {worker.process.pid} is alive {STOP_S:.0f} s after SIGKILL", stacklevel=2)
 
 
 def _collect(job: list[_Worker], deadline: float) -> dict[int, Any]:

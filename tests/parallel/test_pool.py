@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import signal
 import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hybridtron.config.schema import ParallelConfig
-from hybridtron.parallel.pool import Seat, WorkerError
+from hybridtron.parallel import pool as pool_module
+from hybridtron.parallel.pool import Pool, Seat, WorkerError
 from tests.distributed import pool, run_distributed
 
 pytestmark = pytest.mark.gloo
@@ -84,6 +87,24 @@ def test_every_job_has_processes_of_its_own_which_end_with_it() -> None:
         run_distributed(sleep, 2, timeout_s=0.2)
     time.sleep(0.2)
     assert not any(Path(f"/proc/{process}").exists() for process in (*first, *second))
+
+
+def never_ready(_: Connection) -> None:
+    time.sleep(120)
+
+
+def test_workers_that_do_not_start_in_time_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill them by pid, as they have no process group yet, and keep none of them for the next job."""
+    monkeypatch.setattr(pool_module, "_serve", never_ready)
+    monkeypatch.setattr(pool_module, "START_S", 0.1)
+    running = set(mp.active_children())
+    own = Pool()
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="did not start within"):
+        own.run(own_process, 2)
+    assert own._workers == []
+    assert set(mp.active_children()) <= running
+    assert time.monotonic() - begin < 60
 
 
 def seen_gpus(_: Seat) -> str:

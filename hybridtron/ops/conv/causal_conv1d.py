@@ -6,6 +6,7 @@ Tested against a stand-in, and once with the package on an H200 (benchmarks/gpu.
 from __future__ import annotations
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from hybridtron.device import optional_package
@@ -26,9 +27,14 @@ def _unsupported_reason(inputs: ConvInputs) -> str | None:
 
 
 def _repeats_bits() -> bool:
-    """Return True from version 1.6 on: it sums the weight's gradient in a fixed order if torch asks for that."""
-    version = str(getattr(optional_package(PACKAGE).module, "__version__", "0"))
-    return [int(part) for part in version.split(".")[:2]] >= [1, 6]
+    """Return True from version 1.6 on: it sums the weight's gradient in a fixed order if torch asks for that.
+
+    Return False for a version that can't be parsed.
+    """
+    try:
+        return Version(str(getattr(optional_package(PACKAGE).module, "__version__", "0"))) >= Version("1.6")
+    except InvalidVersion:
+        return False
 
 
 def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:

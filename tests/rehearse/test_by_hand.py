@@ -12,9 +12,10 @@ import torch
 
 from hybridtron.rehearse import heard
 from hybridtron.rehearse.attention_work import flex_kernel, seen_pairs
-from tests.rehearse.programs import printed_by
+from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
+pytestmark = PATIENT
 MIB = 1 << 20
 Seen = dict[str, Any]
 
@@ -22,7 +23,7 @@ Seen = dict[str, Any]
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Seen]:
     """What each program of `by_hand` was counted to do."""
-    return printed_by("by_hand", timeout_s=100)
+    return printed_by("by_hand", processor_s=200)
 
 
 def test_bytes_that_are_read_and_written(seen: dict[str, Seen]) -> None:

@@ -24,7 +24,7 @@ from hybridtron.ops.sparse.triton import FP32_SIZE
 from hybridtron.planning.fit import fit, settings_of
 from hybridtron.planning.rates import GPUS, HEAD_ROOM
 from hybridtron.rehearse.suite_page import NEAR
-from tests.rehearse.programs import printed_by
+from tests.rehearse.programs import PATIENT, printed_by
 
 H100 = GPUS["h100"]
 PARTS = 10  # of all runs
@@ -68,12 +68,12 @@ def rehearsed(part: list[tuple[str, Chain]], folder: Path) -> list[tuple[str, di
         config = load(settings)
         cut = settings_of(fit(config, 1, H100.memory)[0], config)
         jobs += [([*settings, *cut], 1, 0, False, index) for index in range(len(config.phases))]
-    found = printed_by("steps", json.dumps(jobs), timeout_s=800)
+    found = printed_by("steps", json.dumps(jobs), processor_s=1600)
     return [(" ".join(job[0]), report) for job, report in zip(jobs, found, strict=True)]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@PATIENT
 @pytest.mark.parametrize("part", range(PARTS))
 def test_runs_of_claims_fit_one_h100_and_wait_once_a_step(part: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")

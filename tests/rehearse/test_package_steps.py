@@ -8,16 +8,16 @@ import pytest
 
 from hybridtron.planning.rates import GAINS
 from hybridtron.rehearse.suite_page import NEAR
-from tests.rehearse.programs import printed_by
+from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, PATIENT]
 Report = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Report]:
-    return printed_by("package_steps", timeout_s=300)
+    return printed_by("package_steps", processor_s=600)
 
 
 def summed(report: Report, value: str, kind: str) -> float:

@@ -10,10 +10,10 @@ import pytest
 from hybridtron.config.load import load
 from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.rehearse.suite_page import NEAR
-from tests.rehearse.programs import printed_by
+from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # of the fixture, which rehearses in a process of its own
+pytestmark = [pytest.mark.slow, PATIENT]
 SAMBA = ["recipe=samba_421m", "phases.0.micro_batch=2"]
 FALCON_H1 = ["recipe=falcon_h1_0.5b", "phases.0.micro_batch=2"]
 ZAMBA2 = ["recipe=zamba2_1.2b_span", "phases.0.global_batch=4"]
@@ -118,7 +118,7 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    return dict(zip(JOBS, printed_by("steps", json.dumps(list(JOBS.values())), timeout_s=600), strict=True))
+    return dict(zip(JOBS, printed_by("steps", json.dumps(list(JOBS.values())), processor_s=1200), strict=True))
 
 
 @pytest.mark.parametrize("job", JOBS)

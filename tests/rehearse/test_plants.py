@@ -8,10 +8,10 @@ import pytest
 
 from hybridtron.rehearse.budget import exceeded
 from hybridtron.rehearse.suite_page import NEAR
-from tests.rehearse.programs import printed_by
+from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.timeout(400)  # of the fixture, which rehearses in a process of its own
+pytestmark = PATIENT
 SEEN = {
     "a host wait": "waits per micro-batch",
     "a copy": "other bytes per token",
@@ -23,7 +23,7 @@ SEEN = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return printed_by("plants", timeout_s=200)
+    return printed_by("plants", processor_s=400)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from hybridtron.config.load import load
 from hybridtron.planning.memory import largest_phase, plan
-from tests.rehearse.programs import printed_by
+from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
 RANKS = 4
@@ -27,7 +27,7 @@ def handed_over(report: dict[str, Any]) -> float:
 
 
 def rehearsed(*jobs: Job) -> list[dict[str, Any]]:
-    return printed_by("steps", json.dumps(jobs), timeout_s=300)
+    return printed_by("steps", json.dumps(jobs), processor_s=600)
 
 
 def planned(of: Job) -> float:
@@ -62,7 +62,7 @@ def test_a_small_row_by_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@PATIENT
 @pytest.mark.parametrize(
     "recipe",
     ["samba_421m", "mamba2_130m", "mamba3_swa_421m", "gla_360m", "rwkv6_70m", "sliding_retnet_446m", "mamba_130m"],
@@ -83,7 +83,7 @@ def test_nothing_grows_with_the_row(recipe: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@PATIENT
 def test_full_attention_grows_with_the_row() -> None:
     """The other way round, so that the test above can fail."""
     sizes = ["phases.0.micro_batch=1", "phases.0.global_batch=2", "run.eval_tokens=4M", "run.eval_lengths=[1]"]

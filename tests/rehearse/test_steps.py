@@ -10,10 +10,10 @@ import pytest
 from hybridtron.config.load import load
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import RankPlan, largest_phase, plan
-from tests.rehearse.programs import printed_by
+from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.timeout(400)  # of the fixture, which rehearses in a process of its own
+pytestmark = PATIENT
 RECIPE = "recipe=samba_421m"
 CUT = [RECIPE, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]
 JOBS = {
@@ -29,7 +29,7 @@ Report = dict[str, Any]
 
 
 def rehearsed(jobs: list[str]) -> dict[str, Report]:
-    found = printed_by("steps", json.dumps([JOBS[job] for job in jobs]), timeout_s=300)
+    found = printed_by("steps", json.dumps([JOBS[job] for job in jobs]), processor_s=600)
     return dict(zip(jobs, found, strict=True))
 
 

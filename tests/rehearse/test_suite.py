@@ -14,7 +14,7 @@ from hybridtron.config.load import choices_of
 from hybridtron.rehearse import suite
 from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, RecipeCase, SuiteRecords
 from hybridtron.rehearse.suite_page import NEAR, page
-from tests.rehearse.programs import printed_by
+from tests.rehearse.programs import PATIENT, printed_by
 
 LARGEST_DIFFERENCE = 0.05  # most are within 0.01
 LAPTOP = 10**9  # bytes of a model that is so small that buffers of a fixed size show
@@ -150,11 +150,11 @@ def test_the_page_says_what_was_rehearsed_and_what_not() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@PATIENT
 def test_a_slice_of_the_suite(tmp_path: Path) -> None:
     """Other cases with every change of the code."""
     pytest.importorskip("triton")
-    found = printed_by("suite_slice", str(tmp_path / "records.jsonl"), "40", "420", timeout_s=600)
+    found = printed_by("suite_slice", str(tmp_path / "records.jsonl"), "40", "420", processor_s=1200)
     assert not [one for one in found if "failed" in one]
     shown = [one for one in found if "peak" in one]
     assert shown

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation
-from hybridtron.ops.loss.reference import LinearCrossEntropyInputs, Loss
+from hybridtron.ops.loss.reference import LinearCrossEntropyInputs, Loss, linear_cross_entropy
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.product import ProductInputs, matrix_product
 from hybridtron.ops.product.sums import add_product
@@ -35,6 +35,8 @@ from hybridtron.planning.count import logits_at_a_time
 def chunked(inputs: LinearCrossEntropyInputs) -> Loss:
     """Compute the loss part by part; with a vocabulary shard, the gradient of `x_TD` is only this shard's term."""
     x_TD, weight_VD, labels_T, mask_T, z_loss, share = inputs
+    if not mask_T.numel():  # there is no part to compute, and no logits to save memory for
+        return linear_cross_entropy(inputs)
     recorded = torch.is_grad_enabled()
     wanted = WantedGradients(recorded and x_TD.requires_grad, recorded and weight_VD.requires_grad)
     flat = LinearCrossEntropyInputs(x_TD.flatten(0, -2), weight_VD, labels_T.flatten(), mask_T.flatten(), z_loss, share)

@@ -188,3 +188,22 @@ def test_the_reference_is_the_loss_of_the_product() -> None:
         found = linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, 0.1))
         expected = cross_entropy(CrossEntropyInputs(x @ weight.T, labels, mask, 0.1))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0,)])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("form", ["reference", "chunked"])
+def test_no_tokens_have_a_loss_of_0(form: str, shared: bool, shape: tuple[int, ...]) -> None:
+    """Return zeros for the loss and its gradients, with all of the vocabulary and with a shard of it."""
+    x = torch.randn(*shape, WIDTH, requires_grad=True)
+    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    labels = torch.zeros(shape, dtype=torch.long)
+    mask = torch.ones(shape, dtype=torch.bool)
+    share = VocabularyShare(0, lambda sums: sums) if shared else None
+    with force(linear_cross_entropy=form):
+        loss = linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, 0.1, share))
+    assert [loss.total.item(), loss.cross_entropy.item(), loss.tokens.item()] == [0, 0, 0]
+    assert loss.per_token.shape == shape
+    of_x, of_weight = torch.autograd.grad(loss.total, (x, weight))
+    assert of_x.shape == x.shape
+    assert not of_weight.any()

@@ -40,7 +40,10 @@ def exact_match(answer: str, outputs: Sequence[str]) -> float:
 def first_integer(answer: str, wanted: int) -> float:
     """Return 1 if the first integer in the answer is the wanted one, else 0 (Landmark Attention's passkey)."""
     match = re.search(r"[0-9]+", answer)
-    return float(match is not None and int(match[0]) == wanted)
+    if match is None:
+        return 0.0
+    digits = match[0].lstrip("0") or "0"  # compared as text, since Python refuses to read integers of many digits
+    return float(digits == str(wanted))
 
 
 def normalized(text: str) -> list[str]:

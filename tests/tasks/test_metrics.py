@@ -59,6 +59,12 @@ def test_the_first_integer(answer: str, expected: float) -> None:
     assert first_integer(answer, 12345) == expected
 
 
+def test_an_integer_may_have_more_digits_than_python_reads() -> None:
+    assert first_integer("9" * 5000, 12345) == 0
+    assert first_integer("0" * 5000 + "12345", 12345) == 1
+    assert first_integer("000", 0) == 1
+
+
 def test_exact_match_ignores_space_around() -> None:
     assert exact_match(" yes\n", ["yes"]) == 1.0
     assert exact_match("Yes", ["yes"]) == 0.0

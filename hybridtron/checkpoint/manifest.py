@@ -26,7 +26,7 @@ FORMAT = 3
 FILE = "manifest.json"
 GREATEST = 2**30  # largest manifest that is read, in bytes: enough for some 5 million chunks
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""By format number: a function that converts a manifest's content from that format to the next one."""
+"""Functions by format number; each converts a manifest's content from that format to the next one."""
 
 _HEAD = b'{"digest": "'
 _BETWEEN = b'", "content": '

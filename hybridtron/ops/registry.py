@@ -46,11 +46,11 @@ def torch_alone() -> dict[str, str]:
     Ops that would use neither are left out.
     """
     faster = {"native", "onednn"}
-    found = {}
+    replacements = {}
     for name, op in OPS.items():
         each = next(
             e for e in (*op.implementations, op.reference) if e.name not in faster and not e.unavailable_reason("cpu")
         )
         if op.choice("cpu")[0] in faster:
-            found[name] = each.name
-    return found
+            replacements[name] = each.name
+    return replacements

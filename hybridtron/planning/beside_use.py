@@ -18,12 +18,12 @@ from hybridtron.planning.layer_use import LayerUse, normed_values
 def with_beside(uses: Sequence[LayerUse], config: Config) -> tuple[LayerUse, ...]:
     """All sub-layers of a model."""
     arch = architecture(config.model)
-    found = list[LayerUse]()
+    adjusted_uses = list[LayerUse]()
     is_kept = False
     for index, (use, spec) in enumerate(zip(uses, arch.specs, strict=True)):
         if spec.beside and is_kept:
             use = replace(use, kept=use.kept - use.read, twice=use.read)
         is_kept = use.read > 0 or (spec.beside and is_kept)
         waits = arch.next_is_beside(index)
-        found.append(replace(use, back=use.back + normed_values(config)) if waits else use)
-    return tuple(found)
+        adjusted_uses.append(replace(use, back=use.back + normed_values(config)) if waits else use)
+    return tuple(adjusted_uses)

@@ -113,13 +113,13 @@ def _most_held(cut: Cut, whole: int, ranks: int) -> int:
     """Of entries along an axis, how many the fullest rank holds."""
     if cut.readers is None:
         return whole // ranks
-    own = cut.readers // ranks
+    readers_of_rank = cut.readers // ranks
     held = 0
-    for first in range(0, cut.readers, own):
-        used = [head * whole // cut.readers for head in range(first, first + own)]
+    for first in range(0, cut.readers, readers_of_rank):
+        used = [head * whole // cut.readers for head in range(first, first + readers_of_rank)]
         distinct = sorted(set(used))
-        evenly = all(used.count(head) * len(distinct) == own for head in distinct)
-        held = max(held, len(distinct) if evenly else own)
+        evenly = all(used.count(head) * len(distinct) == readers_of_rank for head in distinct)
+        held = max(held, len(distinct) if evenly else readers_of_rank)
     return held
 
 

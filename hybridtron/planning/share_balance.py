@@ -28,13 +28,13 @@ class TokenCosts:
 
     def of_shares(self, rows: Sequence[Spans], length: int, shares: int) -> list[float]:
         """Forward FLOPs of each share, over these rows of `length`."""
-        each = length // shares
-        found = []
-        for first in range(0, length, each):
-            keys = {w: sum(keys_seen(row, (first, first + each), w) for row in rows) for w in self.by_window}
+        share_length = length // shares
+        flops_of_shares = []
+        for first in range(0, length, share_length):
+            keys = {w: sum(keys_seen(row, (first, first + share_length), w) for row in rows) for w in self.by_window}
             attention = sum(cost * keys[window] for window, cost in self.by_window.items())
-            found.append(len(rows) * each * self.alike + attention)
-        return found
+            flops_of_shares.append(len(rows) * share_length * self.alike + attention)
+        return flops_of_shares
 
 
 def token_costs(model: ModelConfig, length: int) -> TokenCosts:

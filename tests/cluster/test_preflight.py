@@ -116,8 +116,8 @@ def test_a_wrong_sum_over_all_nodes_is_in_every_node_s_report() -> None:
 
 def test_all_ranks_with_wrong_sums_are_counted() -> None:
     assert preflight.wrong_sums(["", "", ""], ["a", "a", "b"]) == ""
-    found = preflight.wrong_sums(["", "sums wrongly", "sums so"], ["a", "a", "b"])
-    assert found == "rank 1 on a sums wrongly (2 ranks in all)"
+    message = preflight.wrong_sums(["", "sums wrongly", "sums so"], ["a", "a", "b"])
+    assert message == "rank 1 on a sums wrongly (2 ranks in all)"
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])

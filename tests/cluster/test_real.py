@@ -67,19 +67,19 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 def held(run: Path) -> Iterator[list[int]]:
     """The processes of a run stand still inside the block; their ids."""
     wanted = f"run.dir={run}".encode()
-    found = []
+    process_ids = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (path / "cmdline").read_bytes().split(b"\0")
             if wanted in words and b"hybridtron" in words and b"python" in words[0]:
-                found.append(int(path.name))
-    for process in found:
+                process_ids.append(int(path.name))
+    for process in process_ids:
         os.kill(process, signal.SIGSTOP)
     try:
-        assert len(found) == 2
-        yield found
+        assert len(process_ids) == 2
+        yield process_ids
     finally:
-        for process in found:
+        for process in process_ids:
             os.kill(process, signal.SIGCONT)
 
 

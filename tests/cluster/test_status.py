@@ -84,8 +84,8 @@ def test_a_job_that_runs_and_one_that_waits(run: Path) -> None:
 )
 def test_states_of_jobs_that_neither_run_nor_wait(queue: str, state: str, why: str, run: Path) -> None:
     submitted(run, queue, jobs=["7", "8"])
-    found = status.status(run)
-    assert (found.state, found.why) == (state, why)
+    run_status = status.status(run)
+    assert (run_status.state, run_status.why) == (state, why)
 
 
 @pytest.mark.parametrize(

@@ -170,11 +170,11 @@ def test_a_job_gets_the_files_of_the_user(work):
 
 
 def test_files_are_copied_from_the_named_folder(work):
-    own = work / "elsewhere"
-    write(own / "cluster/ours.yaml", CLUSTER)
+    named_folder = work / "elsewhere"
+    write(named_folder / "cluster/ours.yaml", CLUSTER)
     write(work / "configs/cluster/ours.yaml", "name: of another folder\n")
     (work / "copy/cluster").mkdir(parents=True)
-    copy_into(work / "copy", own, [])
+    copy_into(work / "copy", named_folder, [])
     assert (work / "copy/cluster/ours.yaml").read_text() == CLUSTER
 
 

@@ -31,12 +31,12 @@ def test_same_batches_as_torch(
     assert len(steps) == 6
     for step, batches in enumerate(steps, start=3):
         assert [len(batch.tokens_BL) for batch in batches] == [2, 2]
-        found = joined(batches)
+        tensors = joined(batches)
         expected = joined(plain.micro_batches(step))
-        assert found.keys() == expected.keys()
+        assert tensors.keys() == expected.keys()
         for name in expected:
-            assert found[name].dtype == expected[name].dtype
-            assert torch.equal(found[name].cpu(), expected[name]), name
+            assert tensors[name].dtype == expected[name].dtype
+            assert torch.equal(tensors[name].cpu(), expected[name]), name
 
 
 def test_no_steps(toy: TokenFolder):

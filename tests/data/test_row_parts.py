@@ -27,19 +27,19 @@ def assert_same(found: Batch, wanted: Batch) -> None:
     for name in ("tokens_BL", "labels_BL", "mask_BL", "continues_B"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     for name in ("positions_BL", "documents_BL", "borders_E"):
-        one = getattr(found.seq, name)
+        value = getattr(found.seq, name)
         other = getattr(wanted.seq, name)
-        assert (one is None) == (other is None)
-        assert one is None or (one.dtype == other.dtype and torch.equal(one, other)), name
+        assert (value is None) == (other is None)
+        assert value is None or (value.dtype == other.dtype and torch.equal(value, other)), name
     assert found.seq.spans() == wanted.seq.spans()
     share = found.seq.share
     other = wanted.seq.share
     assert share is not None
     assert other is not None
     for field in fields(share):
-        one = getattr(share, field.name)
+        value = getattr(share, field.name)
         another = getattr(other, field.name)
-        assert torch.equal(one, another) if isinstance(one, torch.Tensor) else one == another, field.name
+        assert torch.equal(value, another) if isinstance(value, torch.Tensor) else value == another, field.name
 
 
 def cut(batch: Batch, part: RowPart) -> Batch:
@@ -61,10 +61,10 @@ def test_a_part_is_the_cut_of_the_whole(
         loader = Loader(sources, reading, rank=1, ranks=2, part=part)
         assert loader.fingerprint == whole.fingerprint
         for step in range(5):
-            found = loader.micro_batches(step)
+            part_batches = loader.micro_batches(step)
             wanted = whole.micro_batches(step)
-            assert len(found) == len(wanted) == 2
-            for one, other in zip(found, wanted, strict=True):
+            assert len(part_batches) == len(wanted) == 2
+            for one, other in zip(part_batches, wanted, strict=True):
                 assert one.tokens_BL.shape == (2, 16 // ranks)
                 assert_same(one, cut(other, part))
 

@@ -92,13 +92,13 @@ def found(folder: Path, *arguments: str, index: int = 0) -> list[str]:
 
 def test_weights_from_elsewhere_and_tokens_of_another_vocabulary(weights: Path, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
-    given = f"run.weights={weights}"
+    weights_setting = f"run.weights={weights}"
     file.write_bytes(stored(grown(BASE)))
-    assert found(file, given) == found(file) == []
+    assert found(file, weights_setting) == found(file) == []
     file.write_bytes(stored(of_other_text(BASE)))
-    assert found(file, given) == ["run.weights"]
-    assert found(file, f"{given}/checkpoints/step-00000010") == ["run.weights"]
-    assert found(file, given, "run.accept_data_changes=true") == found(file) == []
+    assert found(file, weights_setting) == ["run.weights"]
+    assert found(file, f"{weights_setting}/checkpoints/step-00000010") == ["run.weights"]
+    assert found(file, weights_setting, "run.accept_data_changes=true") == found(file) == []
 
 
 def test_of_a_later_phase(weights: Path, tmp_path: Path) -> None:

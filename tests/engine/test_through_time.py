@@ -109,13 +109,13 @@ def test_the_next_step_continues_without_a_gradient(alone: Groups) -> None:
     batch = rows_of(None, chunks=4)
     whole, _ = gradients(engine_of(tbtt(chunks=4), alone), batch.split(ROWS))
     engine = engine_of(tbtt(chunks=2), alone)
-    found = 0.0
+    loss_sum = 0.0
     for half in batch.chunks(2):
-        found += gradients(engine, half.split(ROWS))[0] * half.mask_BL.sum().item()
+        loss_sum += gradients(engine, half.split(ROWS))[0] * half.mask_BL.sum().item()
         assert engine.carrier is not None
         assert not any(t.requires_grad for parts in engine.carrier.held.values() for t in parts.values())
         engine.step(0.0)
-    assert found / batch.mask_BL.sum().item() == pytest.approx(whole, rel=1e-12)
+    assert loss_sum / batch.mask_BL.sum().item() == pytest.approx(whole, rel=1e-12)
 
 
 def test_only_what_is_chosen_is_handed_over(alone: Groups) -> None:

@@ -56,11 +56,11 @@ def test_attention_is_that_of_the_whole_matrix(
     scores: int, window: int | None, documents: bool, remembered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entropy, "SCORES", scores)
-    made = []
+    score_counts = []
     looked = entropy._looked
 
     def counted(q: Tensor, k: Tensor, visible: Tensor) -> entropy.Looked:
-        made.append(q[..., 0].numel() * k.shape[1])
+        score_counts.append(q[..., 0].numel() * k.shape[1])
         return looked(q, k, visible)
 
     monkeypatch.setattr(entropy, "_looked", counted)
@@ -76,7 +76,7 @@ def test_attention_is_that_of_the_whole_matrix(
         assert torch.equal(found.keys_BHQ, visible.sum(-1).expand(2, 4, LENGTH)[..., first:].double())
         assert (found.entropy_BHQ >= 0).all()
         assert (found.entropy_BHQ <= found.keys_BHQ.log() + 1e-12).all()
-    assert max(made) <= max(scores, 2 * 4 * (LENGTH + remembered))  # a query of all rows and heads at least
+    assert max(score_counts) <= max(scores, 2 * 4 * (LENGTH + remembered))  # a query of all rows and heads at least
 
 
 @pytest.mark.parametrize("scores", [1, 2**24])

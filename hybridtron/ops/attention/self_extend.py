@@ -48,7 +48,7 @@ def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions
     far_q = _turned(inputs.q_BLHK, own_BL // by.group + begin - own_BL, places)
     far_k = _turned(keys.keys_BSGK, positions_BS // by.group - positions_BS, places)
     values_BSGK = at_least_fp32(keys.values_BSGK)
-    found = []
+    outputs = []
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
         # the block among the keys
@@ -61,8 +61,8 @@ def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions
         of_far = _scores(far_q[:, start:stop], far_k[:, far], is_far[..., far])
         weights = (torch.cat((of_near, of_far), dim=-1) * head_dim**-0.5).softmax(-1)
         values = torch.cat((values_BSGK[:, near], values_BSGK[:, far]), dim=1)
-        found.append(torch.einsum("bgaqs,bsgk->bqgak", weights, values).flatten(2, 3))
-    return torch.cat(found, dim=1).to(inputs.q_BLHK.dtype)
+        outputs.append(torch.einsum("bgaqs,bsgk->bqgak", weights, values).flatten(2, 3))
+    return torch.cat(outputs, dim=1).to(inputs.q_BLHK.dtype)
 
 
 def _seen(keys: AttentionKeys, first: int, last: int, neighbours: int) -> tuple[Tensor, Tensor]:

@@ -59,13 +59,13 @@ def _parts(cut: SpanCut, chosen: Sequence[Tensor | None], length: int, total: in
                 last = first + 1
                 while last < len(spans) and last - first < room and spans[first].continues(spans[last], cut.chunk):
                     last += 1
-                one = spans[first]
+                first_span = spans[first]
                 other = spans[last - 1]
                 count = spans[first].count
                 of_rows = slice(rows.start - segment.rows.start, rows.stop - segment.rows.start)
                 blocks = None if not count or chosen_RGTC is None else chosen_RGTC[of_rows, :, first:last, :count]
-                queries = slice(one.queries.start, other.queries.stop)
-                keys = slice(one.keys.start, other.keys.stop)
+                queries = slice(first_span.queries.start, other.queries.stop)
+                keys = slice(first_span.keys.start, other.keys.stop)
                 yield ChunkRun(rows, last - first, queries, keys, segment.keys(length, total), blocks)
                 first = last
 

@@ -62,13 +62,13 @@ class _NativeGate(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         rows = as_rows(gate_up)
         grad_y = as_rows(grads[0])
-        found = like(rows)
+        grad_rows = like(rows)
         (gate, up) = rows.chunk(2, -1)
-        grad_gate, grad_up = found.chunk(2, -1)
+        grad_gate, grad_up = grad_rows.chunk(2, -1)
         task = _task(gate, up, ctx.multiplier)
         task.grad_y, task.grad_gate, task.grad_up = map(Tokens.of, (grad_y, grad_gate, grad_up))
         call(f"swiglu_backward_{scalar(wide_type(gate))}", task, threads(gate.numel() / WORTH))
-        return found.reshape(gate_up.shape), None
+        return grad_rows.reshape(gate_up.shape), None
 
 
 def _task(gate: Tensor, up: Tensor, multiplier: float) -> SwiGLUTask:

@@ -94,7 +94,7 @@ class _NativeTurn(torch.autograd.Function):
     def forward(ctx: Any, *fields: Tensor) -> tuple[Tensor, ...]:
         *tokens, k_bias_HN, q_bias_HN, angles_BLHS = fields
         turns = _turns(angles_BLHS)
-        made = []
+        outputs = []
         for x_BLGN, bias_HN in zip(tokens, (k_bias_HN, q_bias_HN), strict=True):
             x_BLGN = readable(x_BLGN)
             bias_HN = bias_HN.to(turns[0].dtype).contiguous()
@@ -102,11 +102,11 @@ class _NativeTurn(torch.autograd.Function):
             task = _task(y_BLHN, x_BLGN.shape[2], turns)
             task.x, task.y, task.bias = Tokens.of(x_BLGN), Tokens.of(y_BLHN), bias_HN.data_ptr()
             call(f"turns_forward_{scalar(bias_HN.dtype)}", task, threads(y_BLHN.numel() / WORTH))
-            made.append(y_BLHN)
-        ctx.save_for_backward(angles_BLHS, *made)
+            outputs.append(y_BLHN)
+        ctx.save_for_backward(angles_BLHS, *outputs)
         ctx.groups = tokens[0].shape[2]
         ctx.kinds = [tensor.dtype for tensor in fields]
-        return tuple(made)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable

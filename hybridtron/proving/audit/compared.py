@@ -42,7 +42,7 @@ PRECISIONS = (
     AuditPrecision("fp32", torch.float32, True, False, True, 1e-5, 1e-7, 2.0),
 )
 MOVES = 3
-"""How often weights are moved; the largest change counts, because a single one may cancel by chance."""
+"""Number of times that weights are moved; the largest change counts, because a single one may cancel by chance."""
 
 
 NORM_RELATIVE = 1e-6

@@ -69,7 +69,7 @@ prepare(find([inputs]).inputs, Path(output), open_vocabulary(Path(tokenizer)), s
 
 def test_a_killed_preparation_resumes(inputs: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
     vocabulary = open_vocabulary(tokenizer_folder)
-    found = find([str(inputs)]).inputs
+    data_files = find([str(inputs)]).inputs
     output = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(inputs), str(output), str(tokenizer_folder), "2.jsonl.zst"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -80,10 +80,10 @@ def test_a_killed_preparation_resumes(inputs: Path, tokenizer_folder: Path, tmp_
     shards = list((work / "tokens").rglob("*.mds"))
     assert {shard.parent.name for shard in shards} == {"part-00000", "part-00001", "part-00002"}
     times = {file.relative_to(work / "tokens"): file.stat().st_mtime_ns for file in shards}
-    folder = prepare(found, output, vocabulary, SETTINGS)
+    folder = prepare(data_files, output, vocabulary, SETTINGS)
     for file, before in times.items():
         assert ((output / file).stat().st_mtime_ns == before) == ("part-00002" not in file.parts)
-    untouched = prepare(found, tmp_path / "untouched", vocabulary, SETTINGS)
+    untouched = prepare(data_files, tmp_path / "untouched", vocabulary, SETTINGS)
     assert contents_of(folder.path) == contents_of(untouched.path)
     assert not work.exists()
 
@@ -195,18 +195,18 @@ def of_another_source() -> bytes:
 def test_what_is_there_is_kept(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = find([str(inputs)]).inputs
+    data_files = find([str(inputs)]).inputs
     output = tmp_path / "out"
-    folder = prepare(found, output, vocabulary, SETTINGS)
+    folder = prepare(data_files, output, vocabulary, SETTINGS)
     monkeypatch.setattr(prepare_module, "write_part", lambda *_: pytest.fail("written again"))
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/plan.json").touch()  # of a call that was killed when all was done
-    assert prepare(found, output, vocabulary, SETTINGS, workers=3) == folder
+    assert prepare(data_files, output, vocabulary, SETTINGS, workers=3) == folder
     assert not (tmp_path / "out.partial").exists()
     with pytest.raises(PrepareError, match=r"out .*other arguments"):
-        prepare(found[1:], output, vocabulary, SETTINGS)
+        prepare(data_files[1:], output, vocabulary, SETTINGS)
     with pytest.raises(FolderError, match=r"no manifest\.json"):
-        prepare(found, inputs, vocabulary, SETTINGS)
+        prepare(data_files, inputs, vocabulary, SETTINGS)
 
 
 def test_one_call_at_a_time(

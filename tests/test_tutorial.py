@@ -161,7 +161,7 @@ def test_two_tensor_parallel_ranks_have_the_gradients_of_one_process(workplace: 
 def test_two_tensor_parallel_ranks_train_as_one_process(workplace: Workplace) -> None:
     """With states that are passed on."""
     workplace.execute(*commands_of(*PARALLEL))
-    one = workplace.losses("ema_passing")
+    losses_of_one = workplace.losses("ema_passing")
     two = workplace.losses("ema_tp2")
-    assert len(one) == STEPS
-    assert two == pytest.approx(one, rel=1e-4)
+    assert len(losses_of_one) == STEPS
+    assert two == pytest.approx(losses_of_one, rel=1e-4)

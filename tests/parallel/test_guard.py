@@ -31,12 +31,12 @@ def verdicts(seat: Seat, config: Config) -> list[tuple[float, bool, float | None
     with seat.groups(config.parallel) as groups, spoiled(math.nan, [1]) if faulty else nullcontext():
         engine = Engine(config, groups)
         batches = micro_batches(config)
-        found = []
+        judged_steps = []
         own = len(batches) // groups.data_size
         for _ in range(STEPS):
             engine.forward_backward(batches[groups.data_rank * own :][:own])
-            found.append((*engine.step(1e-2), engine.guard.limit))
-        return found
+            judged_steps.append((*engine.step(1e-2), engine.guard.limit))
+        return judged_steps
 
 
 @pytest.mark.gloo

@@ -65,12 +65,12 @@ def trained(seat: Seat, config: Config, length: int) -> list[float]:
     """The loss of each step."""
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
-        found = []
+        step_losses = []
         engine.start_phase(0, range(1))
         for step in range(STEPS):
-            found.append(engine.forward_backward([text(length)], step).mean.item())
+            step_losses.append(engine.forward_backward([text(length)], step).mean.item())
             engine.step(1e-2)
-        return found
+        return step_losses
 
 
 @pytest.mark.gloo

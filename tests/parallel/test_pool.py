@@ -98,11 +98,11 @@ def test_workers_that_do_not_start_in_time_are_killed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pool_module, "_serve", never_ready)
     monkeypatch.setattr(pool_module, "START_S", 0.1)
     running = set(mp.active_children())
-    own = Pool()
+    fresh_pool = Pool()
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="did not start within"):
-        own.run(own_process, 2)
-    assert own._workers == []
+        fresh_pool.run(own_process, 2)
+    assert fresh_pool._workers == []
     assert set(mp.active_children()) <= running
     assert time.monotonic() - begin < 60
 

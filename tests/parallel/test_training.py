@@ -37,8 +37,8 @@ def test_four_processes_train_as_one(tmp_path: Path) -> None:
     train(tmp_path / "one", tmp_path / "data", [])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     train(tmp_path / "four", tmp_path / "data", launcher, "parallel.tensor=2", "parallel.pipeline=2")
-    one = losses(tmp_path / "one")
+    losses_of_one = losses(tmp_path / "one")
     four = losses(tmp_path / "four")
-    assert len(one) == STEPS
-    assert one[-1] < one[0]
-    assert four == pytest.approx(one, rel=1e-4)
+    assert len(losses_of_one) == STEPS
+    assert losses_of_one[-1] < losses_of_one[0]
+    assert four == pytest.approx(losses_of_one, rel=1e-4)

@@ -61,13 +61,13 @@ def test_gathered_state_is_that_of_one_process(case: Case, options: dict[str, bo
     parallel = replace(case.config.parallel, **options)
     config = replace(case.config, parallel=parallel)
     several = tmp_path / "several"
-    one = tmp_path / "one"
+    folder_of_one = tmp_path / "one"
     first, *others = run_distributed(state_after, case.world_size, config, several)
     alone = replace(case.config, parallel=ParallelConfig(distributed_optimizer=False))
-    (expected,) = run_distributed(state_after, 1, alone, one)
+    (expected,) = run_distributed(state_after, 1, alone, folder_of_one)
     assert others == [{}] * len(others)
     assert {name.partition(".")[0] for name in stored(several)} >= {"layers", "exp_avg", "exp_avg_sq"}
-    for found, wanted in ((first, expected), (stored(several), stored(one))):
+    for found, wanted in ((first, expected), (stored(several), stored(folder_of_one))):
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
             difference = (found[name] - tensor).norm()

@@ -68,8 +68,8 @@ def rehearsed(part: list[tuple[str, Chain]], folder: Path) -> list[tuple[str, di
         config = load(settings)
         cut = settings_of(fit(config, 1, H100.memory)[0], config)
         jobs += [([*settings, *cut], 1, 0, False, index) for index in range(len(config.phases))]
-    found = printed_by("steps", json.dumps(jobs), processor_s=1600)
-    return [(" ".join(job[0]), report) for job, report in zip(jobs, found, strict=True)]
+    reports = printed_by("steps", json.dumps(jobs), processor_s=1600)
+    return [(" ".join(job[0]), report) for job, report in zip(jobs, reports, strict=True)]
 
 
 @pytest.mark.slow

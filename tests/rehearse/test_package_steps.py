@@ -46,10 +46,10 @@ def test_each_version_has_its_rate(found: dict[str, Report]) -> None:
 def test_torchs_own_full_attention_is_one_kernel_too(found: dict[str, Report]) -> None:
     """A build without CUDA would make all scores."""
     flash = found["flash"]
-    own = found["torch's own"]
+    torch_report = found["torch's own"]
     for value in ("launches", "bytes", "flops"):
-        assert summed(own, value, "attention") == summed(flash, value, "attention") > 0
-    assert own["memory"]["peak"] == pytest.approx(flash["memory"]["peak"], rel=NEAR)
+        assert summed(torch_report, value, "attention") == summed(flash, value, "attention") > 0
+    assert torch_report["memory"]["peak"] == pytest.approx(flash["memory"]["peak"], rel=NEAR)
 
 
 def test_borders_of_documents_come_with_the_batch(found: dict[str, Report]) -> None:

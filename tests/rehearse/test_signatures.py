@@ -70,13 +70,13 @@ def test_a_call_that_does_not_fit_is_seen() -> None:
 def modules() -> dict[str, ModuleType]:
     """Of all packages that can stand in, made and imported by nobody."""
     finder = StandIns(list(WORKS))
-    found = {}
+    modules_by_name = {}
     for name in finder.modules:
         spec = finder.find_spec(name)
         assert spec is not None
-        found[name] = importlib.util.module_from_spec(spec)
-        finder.exec_module(found[name])
-    return found
+        modules_by_name[name] = importlib.util.module_from_spec(spec)
+        finder.exec_module(modules_by_name[name])
+    return modules_by_name
 
 
 def test_the_stand_ins_have_the_parameters_of_the_packages(modules: dict[str, ModuleType]) -> None:

@@ -29,8 +29,8 @@ Report = dict[str, Any]
 
 
 def rehearsed(jobs: list[str]) -> dict[str, Report]:
-    found = printed_by("steps", json.dumps([JOBS[job] for job in jobs]), processor_s=600)
-    return dict(zip(jobs, found, strict=True))
+    job_reports = printed_by("steps", json.dumps([JOBS[job] for job in jobs]), processor_s=600)
+    return dict(zip(jobs, job_reports, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_the_tensor_ranks_send_what_is_planned(reports: dict[str, Report]) -> No
     """In the four micro-batches of the rehearsed step; the plan leaves out the loss's scalars and uncut weights."""
     for job in ("first of four, four times", "last of four, four times"):
         report = reports[job]
-        made = planned(job)
+        rank_plan = planned(job)
         kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
         per_micro_batch = sent(report, *kinds, ranks=2, once=False) / 4
-        assert per_micro_batch * report["micro_batches"] == pytest.approx(made.traffic.tensor, rel=0.03), job
+        assert per_micro_batch * report["micro_batches"] == pytest.approx(rank_plan.traffic.tensor, rel=0.03), job

@@ -154,9 +154,9 @@ def test_the_page_says_what_was_rehearsed_and_what_not() -> None:
 def test_a_slice_of_the_suite(tmp_path: Path) -> None:
     """Other cases with every change of the code."""
     pytest.importorskip("triton")
-    found = printed_by("suite_slice", str(tmp_path / "records.jsonl"), "40", "420", processor_s=1200)
-    assert not [one for one in found if "failed" in one]
-    shown = [one for one in found if "peak" in one]
+    results = printed_by("suite_slice", str(tmp_path / "records.jsonl"), "40", "420", processor_s=1200)
+    assert not [one for one in results if "failed" in one]
+    shown = [one for one in results if "peak" in one]
     assert shown
     for one in shown:
         if one["peak"] > LAPTOP:

@@ -60,12 +60,13 @@ def needle_prompt(entry: dict, context: str) -> Derived:
     wanted = [value for key in drawn["asked"] for of, value in drawn["hidden"] if of == key]
     if len(wanted) == 1:
         (key,) = drawn["asked"]
-        one = kind[:-1]
+        singular = kind[:-1]
         return (
             (
-                f"A special magic {one} is hidden within the following text. Make sure to memorize it. I will quiz you "
-                f"about the {one} afterwards.\n{context}\nWhat is the special magic {one} for {key} mentioned in the "
-                f"provided text? The special magic {one} for {key} mentioned in the provided text is"
+                f"A special magic {singular} is hidden within the following text. Make sure to memorize it. I will "
+                f"quiz you about the {singular} afterwards.\n{context}\nWhat is the special magic {singular} for {key} "
+                f"mentioned in the provided text? The special magic {singular} for {key} mentioned in the provided "
+                "text is"
             ),
             f" {wanted[0]}.",
             wanted,

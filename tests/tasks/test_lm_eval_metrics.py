@@ -26,15 +26,15 @@ def continuations() -> list[tuple[str, list[str]]]:
     """Each with what is wanted of it."""
     pytest.importorskip("lm_eval")
     rng = random.Random(0)
-    found = []
+    texts_and_wanted = []
     for number in range(100):
         wanted = rng.sample(WORDS, rng.randint(1, 4))
         parts = rng.sample(wanted, rng.randint(0, len(wanted))) + rng.sample(WORDS, rng.randint(0, 3))
         changed = [rng.choice([str, str.upper, str.lower, lambda word: word[:-1]])(part) for part in parts]
         rng.shuffle(changed)
         text = "".join(rng.choice(JOINTS) + part for part in changed) + rng.choice(JOINTS)
-        found.append(("" if number == 0 else text, wanted))
-    return found
+        texts_and_wanted.append(("" if number == 0 else text, wanted))
+    return texts_and_wanted
 
 
 def test_string_matches(continuations: list[tuple[str, list[str]]]) -> None:

@@ -39,12 +39,12 @@ def documents(folder: TokenFolder, split: str, source: str) -> list[tuple[list[i
 def test_samples_and_masks_are_the_task_s(task: str, length: int, options: list[str], tmp_path: Path) -> None:
     assert main([*COMMAND, task, *options, "--length", str(length), "--output", str(tmp_path / "made")]) == 0
     folder = TokenFolder.open(tmp_path / "made")
-    made = named(task, options)
-    assert folder.manifest.eos == made.num_tokens
-    assert folder.manifest.vocab_size == made.num_tokens + 1
+    named_task = named(task, options)
+    assert folder.manifest.eos == named_task.num_tokens
+    assert folder.manifest.vocab_size == named_task.num_tokens + 1
     for split, seed, count in (("validation", 3, 12), ("train", training_seed(3), 40)):
-        samples = [made.sample(seed, index, ByteTokens(), length) for index in range(count)]
-        expected = [([*one.tokens, made.num_tokens], [*one.mask, 0]) for one in samples]
+        samples = [named_task.sample(seed, index, ByteTokens(), length) for index in range(count)]
+        expected = [([*one.tokens, named_task.num_tokens], [*one.mask, 0]) for one in samples]
         assert documents(folder, split, f"{task}-{length}") == expected
         assert folder.manifest.splits[split][f"{task}-{length}"].learned == sum(sum(one.mask) for one in samples)
 

@@ -36,10 +36,10 @@ def test_imbalance_is_that_of_all_rows_of_a_step() -> None:
     model = load(FULL_ATTENTION).model
     attention = count(model, LENGTH).layers[0].flops["attention"] / ((1 + LENGTH) / 2)  # for each key
     alike = 32 * (count(model, LENGTH).forward_flops - attention * (1 + LENGTH) / 2)
-    one = 2 * alike + 2 * first * attention
+    first_half_flops = 2 * alike + 2 * first * attention
     other = 2 * alike + (first + second) * attention
     shared = work(f"parallel.context={SHARES}")
-    assert shared.imbalance([micro_batch(), micro_batch(32)]) == pytest.approx(other / ((one + other) / 2))
+    assert shared.imbalance([micro_batch(), micro_batch(32)]) == pytest.approx(other / ((first_half_flops + other) / 2))
     assert shared.imbalance([micro_batch(32)]) == 1
 
 

@@ -157,7 +157,7 @@ def test_on_another_layout_it_continues_alike(
     undisturbed, rows = clean(before, mode)
     arguments = arguments_of(counting_folder, tmp_path / "run", mode)
     assert run(before, arguments, stop) + run(after, arguments) == rows
-    found = losses(tmp_path / "run")
+    run_losses = losses(tmp_path / "run")
     expected = losses(undisturbed)
-    assert found[:stop] == expected[:stop]
-    assert found[stop:] == pytest.approx(expected[stop:], rel=1e-5)
+    assert run_losses[:stop] == expected[:stop]
+    assert run_losses[stop:] == pytest.approx(expected[stop:], rel=1e-5)

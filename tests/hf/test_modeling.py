@@ -189,11 +189,11 @@ def test_bf16_keeps_what_decays_in_fp32(name: str, tmp_path: Path) -> None:
     exact = model_of(name)
     tokens_BL = tokens(2, 20)
     with torch.no_grad():
-        found = model(tokens_BL).logits
+        logits_BLV = model(tokens_BL).logits
         expected = exact(tokens_BL).logits
         assert model.generate(tokens_BL, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 23)
-    assert found.dtype == torch.bfloat16
-    assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+    assert logits_BLV.dtype == torch.bfloat16
+    assert (logits_BLV - expected).abs().max() < 0.1 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", EVERY_MIXER)

@@ -75,10 +75,10 @@ def test_small_steps_are_taken_as_they_are(tmp_path: Path) -> None:
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
     assert main(["export", "--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]) == 0
     with torch.no_grad():
-        made = logits_of(tmp_path / "mid", tokens_BL)
+        logits_BLV = logits_of(tmp_path / "mid", tokens_BL)
         larger = theirs(tokens_BL).logits
         expected = NemotronHForCausalLM.from_pretrained(tmp_path / "out")(tokens_BL).logits
-    torch.testing.assert_close(made, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    torch.testing.assert_close(logits_BLV, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     assert (larger - expected).abs().max() > 1e-4 * expected.abs().max()
 
 

@@ -40,7 +40,7 @@ def time_mix(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     heads, size = weights["bonus"].shape
     before = torch.zeros_like(tokens[0])
     state = torch.zeros(heads, size, size).to(tokens)
-    made = []
+    outputs = []
     for x in tokens:
         change = before - x
         stream = {}
@@ -55,9 +55,9 @@ def time_mix(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
         state = torch.exp(-torch.exp(w)).view(heads, size, 1) * state + step
         read = (read - read.mean(1, keepdim=True)) / (read.var(1, correction=0, keepdim=True) + 64e-5).sqrt()
         y = read.flatten() * weights["norm_weight"] + weights["norm_bias"]
-        made.append(weights["out_proj.weight"] @ (y * z * torch.sigmoid(z)))
+        outputs.append(weights["out_proj.weight"] @ (y * z * torch.sigmoid(z)))
         before = x
-    return torch.stack(made)
+    return torch.stack(outputs)
 
 
 def gradients(mixer: Mixer, x: Tensor, y: Tensor) -> list[Tensor]:

@@ -108,10 +108,10 @@ def test_where_no_state_is_used_none_is_made(memory: str) -> None:
     mixer = build(**SMALL, memory=memory)
     x = x_of()
     seq = rows()
-    found = mixer(x, None, dataclasses.replace(seq, carried=False))
+    stateless = mixer(x, None, dataclasses.replace(seq, carried=False))
     kept = mixer(x, None, seq)
-    assert torch.equal(found.y_LBD, kept.y_LBD)
-    assert (found.state == {}, "keys" in kept.state) == (True, True)
+    assert torch.equal(stateless.y_LBD, kept.y_LBD)
+    assert (stateless.state == {}, "keys" in kept.state) == (True, True)
 
 
 def carried_over(mixer: Mixer, x: Tensor, cuts: list[int]) -> tuple[Tensor, State]:

@@ -51,9 +51,9 @@ def test_padding_and_chunks_leave_no_trace(pattern: str, chunk: int) -> None:
         torch.testing.assert_close(logits_BV[row], alone_V[0], rtol=1e-11, atol=1e-12)
         for layer, state in alone.items():
             expected = real_part(state, 0)
-            found = real_part(states[layer], row)
+            batched = real_part(states[layer], row)
             for name, part in expected.items():
-                torch.testing.assert_close(found[name], part, rtol=1e-11, atol=1e-12, msg=f"{layer} {name}")
+                torch.testing.assert_close(batched[name], part, rtol=1e-11, atol=1e-12, msg=f"{layer} {name}")
 
 
 def test_tokens_of_padding_change_no_bit() -> None:

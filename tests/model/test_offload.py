@@ -31,9 +31,9 @@ def model(sublayers: int) -> LanguageModel:
 def gradients(sublayers: int) -> list[Tensor]:
     torch.manual_seed(2)
     batch = random_batch(documents=[[10, 14], [24]])
-    made = model(sublayers)
-    out = made(batch.tokens_BL, None, batch.seq).output
-    return list(torch.autograd.grad(out.square().sum(), list(made.parameters())))
+    language_model = model(sublayers)
+    out = language_model(batch.tokens_BL, None, batch.seq).output
+    return list(torch.autograd.grad(out.square().sum(), list(language_model.parameters())))
 
 
 @pytest.mark.parametrize("sublayers", EVERY)
@@ -58,8 +58,8 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
 @pytest.mark.parametrize("sublayers", EVERY)
 def test_between_the_passes_the_device_has_none_of_it(packed: list[weakref.ref[object]], sublayers: int) -> None:
     batch = random_batch()
-    made = model(sublayers)
-    out = made(batch.tokens_BL, None, batch.seq).output
+    language_model = model(sublayers)
+    out = language_model(batch.tokens_BL, None, batch.seq).output
     del batch  # with its tables of rotations
     assert len(packed) >= 3 * min(sublayers, 5)
     assert [one for one in packed if one() is not None] == []

@@ -72,19 +72,19 @@ def test_a_shared_weight_has_the_sum_of_its_places_gradients() -> None:
     for name, weight in apart.named_parameters():
         weight.data.copy_(weights[name.replace("shared.T", "shared.S")].data)
     together = gradients(once)
-    each = gradients(apart)
+    separate = gradients(apart)
     for name, gradient in together.items():
         twin = name.replace("shared.S", "shared.T")
-        expected = each[name] + each[twin] if twin != name else each[name]
+        expected = separate[name] + separate[twin] if twin != name else separate[name]
         torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.layer])
 def test_recomputed_it_is_the_same(recompute: Recompute) -> None:
     expected = gradients(built("SMMSM"))
-    found = gradients(built("SMMSM", recompute))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    recomputed = gradients(built("SMMSM", recompute))
+    assert expected.keys() == recomputed.keys()
+    assert all(torch.equal(recomputed[name], gradient) for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -59,28 +59,28 @@ def logits_of(read: Reader, given: Prompts, tokens: torch.Tensor) -> Iterator[to
 def test_logits_are_the_models(pattern: str, dtype: torch.dtype, tolerance: float, tied: bool) -> None:
     """Past the end of every window. Angles of positions are of fp32, whatever the model is of."""
     model = model_of(pattern, dtype, tied)
-    given = prompts()
+    texts = prompts()
     tokens = torch.randint(61, (35, 5))
     compiled = reader(model)
     plain = replace(reader(model), model=None)
-    for found, expected in zip(logits_of(compiled, given, tokens), logits_of(plain, given, tokens), strict=True):
+    for found, expected in zip(logits_of(compiled, texts, tokens), logits_of(plain, texts, tokens), strict=True):
         assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def test_the_text_is_the_same() -> None:
     model = model_of("M-W-N-V-")
-    given = prompts()
-    compiled = list(islice(continued(reader(model), given), 40))
-    assert compiled == list(islice(continued(replace(reader(model), model=None), given), 40))
+    texts = prompts()
+    compiled = list(islice(continued(reader(model), texts), 40))
+    assert compiled == list(islice(continued(replace(reader(model), model=None), texts), 40))
 
 
 def test_states_that_it_is_given_stay_as_they_are() -> None:
     model = model_of("M-W-")
-    given = prompts()
+    texts = prompts()
     with torch.no_grad():
-        _, states = given.read(reader(model).read, 100)
+        _, states = texts.read(reader(model).read, 100)
         before = {layer: {name: part.clone() for name, part in state.items()} for layer, state in states.items()}
-        positions_B = given.tokens_BL.shape[1] - given.starts_B
+        positions_B = texts.tokens_BL.shape[1] - texts.starts_B
         following = reader(model).steps(states, positions_B)
         first = following(torch.arange(5)).clone()
         again = reader(model).steps(states, positions_B)(torch.arange(5))
@@ -121,9 +121,9 @@ def with_scaled_attention() -> LanguageModel:
 )
 def test_other_models_are_called(model, reason: str) -> None:
     read = reader(model())
-    given = prompts()
+    texts = prompts()
     assert reason in (unsupported_reason(read.model) or "")
-    assert len(list(islice(continued(read, given), 3))) == 3
+    assert len(list(islice(continued(read, texts), 3))) == 3
 
 
 def test_a_large_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,13 +180,13 @@ def test_an_infinite_state_stays_in_its_document(recurrence: Recurrence, form: s
 @FORMS
 def test_bf16_inputs_are_computed_in_fp32(recurrence: Recurrence, form: str) -> None:
     inputs = recurrence.make(length=100, dtype=torch.bfloat16)
-    found = computed(recurrence.op, form, inputs)
+    results = computed(recurrence.op, form, inputs)
     expected = computed(recurrence.op, "reference", exact(inputs))
-    assert (found["y"].dtype, found["last"].dtype) == (torch.bfloat16, torch.float32)
-    assert all(found[name].dtype == value.dtype for name, value in floats(inputs).items())
-    assert_close(found["last"].double(), expected["last"], rtol=1e-5, atol=1e-5)
+    assert (results["y"].dtype, results["last"].dtype) == (torch.bfloat16, torch.float32)
+    assert all(results[name].dtype == value.dtype for name, value in floats(inputs).items())
+    assert_close(results["last"].double(), expected["last"], rtol=1e-5, atol=1e-5)
     for name, value in expected.items():
-        assert_close(found[name].double(), value, rtol=2**-7, atol=2**-7 * value.abs().max().item())
+        assert_close(results[name].double(), value, rtol=2**-7, atol=2**-7 * value.abs().max().item())
 
 
 @FAST_FORMS

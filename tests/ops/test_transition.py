@@ -105,8 +105,8 @@ def test_gradients_are_the_slopes(recurrence: Recurrence) -> None:
     def left(before: Tensor, *tensors: Tensor) -> Tensor:
         return carried_over(recurrence, inputs._replace(**dict(zip(names, tensors, strict=True))), before)
 
-    given = [before, *(getattr(inputs, name) for name in names)]
-    assert torch.autograd.gradcheck(left, given, fast_mode=True)
+    arguments = [before, *(getattr(inputs, name) for name in names)]
+    assert torch.autograd.gradcheck(left, arguments, fast_mode=True)
 
 
 @OPS
@@ -132,7 +132,7 @@ def test_sums_of_a_long_row_keep_their_digits() -> None:
 
 
 def test_orthonormal_keys_that_are_written_once_are_forgotten_by_the_delta_rule() -> None:
-    """By hand: a step of 1 takes out its key, of 2 mirrors it, and what no key leads to only decays."""
+    """Compare by hand: a step of 1 erases the part along its key, a step of 2 negates it, and the rest only decays."""
     k = torch.eye(3, dtype=torch.float64)[:2].view(1, 2, 1, 3)
     g = torch.full((1, 2, 1, 1), 0.5).double().log()
     v = torch.randn(1, 2, 1, 4, dtype=torch.float64)
@@ -149,5 +149,5 @@ def test_fast_forms_of_the_delta_rule_give_its_matrices(form: str) -> None:
     inputs = recurrence.make(length=150, dtype=torch.float32, **recurrence.wide)
     expected = delta_transition(exact(inputs)).apply(before := inputs.state_BHNP.double())
     with force(form):
-        found = delta_transition(inputs).apply(before.float())
-    assert (found.double() - expected).norm() <= 1e-5 * expected.norm().clamp(min=1e-3)
+        after = delta_transition(inputs).apply(before.float())
+    assert (after.double() - expected).norm() <= 1e-5 * expected.norm().clamp(min=1e-3)

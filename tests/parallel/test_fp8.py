@@ -192,15 +192,15 @@ def test_is_near_to_the_product_itself(recipe: Precision) -> None:
     for size in (1e-6, 1.0, 1e6):
         x = torch.randn(128, 128).mul(size).requires_grad_()
         dy = torch.randn(128, 256) / size
-        made = projection(recipe, 256, 128)
-        statistics = Delayed({"w": made}, made.fp8, torch.device("cpu"))
+        linear = projection(recipe, 256, 128)
+        statistics = Delayed({"w": linear}, linear.fp8, torch.device("cpu"))
         if recipe == Precision.fp8_delayed:
-            made(x).backward(dy)
+            linear(x).backward(dy)
             statistics.settle(True)
-            x.grad = made.weight.grad = None
-        y = made(x)
+            x.grad = linear.weight.grad = None
+        y = linear(x)
         y.backward(dy)
-        for found, exact in ((y, x @ made.weight.T), (x.grad, dy @ made.weight), (made.weight.grad, dy.T @ x)):
+        for found, exact in ((y, x @ linear.weight.T), (x.grad, dy @ linear.weight), (linear.weight.grad, dy.T @ x)):
             assert found is not None
             assert ((found - exact).norm() / exact.norm()).item() < 0.08
 

@@ -104,14 +104,14 @@ def test_tiles_are_those_of_the_mask(length: int, documents: str) -> None:
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_forward_is_the_reference(documents: str, remembered: tuple[int, int] | None, share: int) -> None:
     length = 300
-    found = []
+    outputs = []
     for window in (None, 70):
         for form in ("flex", "reference"):
             with force(attention=form):
                 tensors = inputs(length, share)
                 memory = memory_of(remembered)
-                found.append(attention(AttentionInputs(*tensors, window, documents_of(documents, length), memory)))
-        torch.testing.assert_close(*found[-2:], rtol=1e-5, atol=1e-5)
+                outputs.append(attention(AttentionInputs(*tensors, window, documents_of(documents, length), memory)))
+        torch.testing.assert_close(*outputs[-2:], rtol=1e-5, atol=1e-5)
 
 
 def test_what_it_leaves_to_others() -> None:

@@ -269,12 +269,12 @@ def test_in_fp32_they_are_no_less_exact_than_the_forms_of_torch(case: Case) -> N
 def test_the_bits_do_not_depend_on_the_threads(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     op, inputs = case(rows, 150, 300)
     inputs = typed(inputs, torch.float32)
-    made = []
+    results = []
     for count in (1, 2, 3, 7, 1):
         for module in MODULES:
             monkeypatch.setattr(f"hybridtron.ops.{module}.threads", lambda worth, count=count: count)
-        made.append(computed(op, "native", inputs))
-    assert all(torch.equal(made[0][name], other[name]) for other in made[1:] for name in made[0])
+        results.append(computed(op, "native", inputs))
+    assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in results[0])
 
 
 @CASES
@@ -295,9 +295,9 @@ def test_rows_and_tokens_may_lie_in_any_order(case: Case) -> None:
         return turned.requires_grad_(value.requires_grad)
 
     other = inputs._replace(**{name: moved(value, name) for name, value in inputs._asdict().items()})
-    found = computed(op, "native", other)
+    reordered = computed(op, "native", other)
     expected = computed(op, "native", inputs)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(reordered[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)])

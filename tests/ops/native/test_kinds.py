@@ -129,10 +129,10 @@ def losses(forms: dict[str, str]) -> list[float]:
     batches = [random_batch(3, 70, documents=[[70], [20, 50], [1, 68, 1]]) for _ in range(2)]
     model = small_model("M-W-S-F-", torch.float64)
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    found = []
+    loss_of_step = []
     for step in range(40):
         with force(**forms):
-            found.append(backward(model, batches[step % 2], 1))
+            loss_of_step.append(backward(model, batches[step % 2], 1))
         adam.step()
         adam.zero_grad()
-    return found
+    return loss_of_step

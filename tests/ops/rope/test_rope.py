@@ -88,11 +88,11 @@ def test_scaled_frequencies_are_those_of_transformers(name: str, head_dim: int, 
 def test_a_scale_that_stretches_has_the_gradients_of_the_reference() -> None:
     table = rope_table(torch.arange(10).view(2, 5), 6, RopeOptions(100.0, "yarn", 4.0, 8))
     assert float(table[0][0, 0, 0]) == pytest.approx(0.1 * math.log(4) + 1)
-    given = torch.randn(2, 5, 3, 8)
+    features = torch.randn(2, 5, 3, 8)
     grad = torch.randn(2, 5, 3, 8)
     grads = []
     for name in ("reference", "native"):
-        x = given.clone().requires_grad_()
+        x = features.clone().requires_grad_()
         with force(apply_rope=name):
             apply_rope(RopeInputs(x, *table)).backward(grad)
         grads.append(x.grad)

@@ -143,7 +143,7 @@ def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, 
     sound = on(everywhere, scan_inputs(1, length, 3, 2, torch.float32)._replace(documents_BL=documents))
     broken = changed(sound, Tensor.clone)
     tokens = by_token(sound)
-    made = []
+    results = []
     with torch.no_grad():
         broken.state_BEN.fill_(value)
         for each in (broken.x_BLE, broken.dt_BLE, broken.B_BLN):
@@ -151,9 +151,9 @@ def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, 
     for inputs in (sound, broken):
         y, last = run(selective_scan, "triton", inputs)
         grads = gradients(some_loss(y[:, border:], last), inputs)
-        made.append([y[:, border:], last, *(grads[name][:, border:] for name in tokens)])
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
-    assert all(one.isfinite().all() for one in made[1])
+        results.append([y[:, border:], last, *(grads[name][:, border:] for name in tokens)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(one.isfinite().all() for one in results[1])
 
     y, last = run(selective_scan, "triton", sound)
     wanted = [sound.x_BLE, sound.dt_BLE, sound.B_BLN, sound.C_BLN]

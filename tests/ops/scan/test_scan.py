@@ -25,10 +25,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @FORMS
 def test_three_steps_by_hand(form: str) -> None:
-    one = torch.ones(1, 3, 1)
+    ones = torch.ones(1, 3, 1)
     zero = torch.zeros(1)
     # softplus(0) = log 2, and exp(-log 2) = 1/2: the state is halved and gains log 2 at every step
-    inputs = ScanInputs(one, 0 * one, torch.tensor([[-1.0]]), one, one, zero, zero)
+    inputs = ScanInputs(ones, 0 * ones, torch.tensor([[-1.0]]), ones, ones, zero, zero)
     y, state = run(selective_scan, form, inputs)
     assert_close(y.flatten(), math.log(2) * torch.tensor([1, 1.5, 1.75]))
     assert_close(state.flatten(), math.log(2) * torch.tensor([1.75]))

@@ -86,8 +86,8 @@ def computed(form: str, inputs: SparseInputs, dtype: torch.dtype) -> list[Tensor
 def assert_near_reference(inputs: SparseInputs, dtype: torch.dtype = torch.float32, most: float = TOLERANCE) -> None:
     rounded = SparseInputs(*(x.to(dtype).double() for x in inputs[:3]), inputs.seen)
     expected = computed("reference", rounded, torch.float64)
-    found = computed(FORM, inputs, dtype)
-    for name, ours, theirs in zip(("y", "dq", "dk", "dv"), found, expected, strict=True):
+    results = computed(FORM, inputs, dtype)
+    for name, ours, theirs in zip(("y", "dq", "dk", "dv"), results, expected, strict=True):
         assert ours.dtype == dtype
         assert (ours.double() - theirs).norm() <= most * theirs.norm().clamp(min=10), name
 

@@ -49,13 +49,16 @@ def test_angles_by_hand(form: str) -> None:
 @pytest.mark.parametrize("fast", FAST_ANGLES)
 def test_fast_angles_equal_the_reference(fast: str, documents: list[list[int]] | None) -> None:
     inputs = angle_inputs(documents=documents)
-    found = {}
+    turns_by_form = {}
     for form in ("reference", fast):
         with force(angles=form):
             theta = angles(inputs)
         turns = torch.stack([theta.cos(), theta.sin()])
-        found[form] = turns, *torch.autograd.grad((turns * torch.linspace(-1, 2, 80)[:, None, None]).sum(), inputs[:2])
-    assert_close(found[fast], found["reference"], rtol=1e-10, atol=1e-10)
+        turns_by_form[form] = (
+            turns,
+            *torch.autograd.grad((turns * torch.linspace(-1, 2, 80)[:, None, None]).sum(), inputs[:2]),
+        )
+    assert_close(turns_by_form[fast], turns_by_form["reference"], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("form", FAST_ANGLES)

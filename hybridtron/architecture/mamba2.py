@@ -88,10 +88,7 @@ class Mamba2Spec(RecurrenceSpec):
         inner = self.inner(model)
         heads = self.num_heads(model)
         bc_size = self.groups * self.state
-        # every rank replicates B and C if groups are few, and uses them for its own heads
-        bc_parts = (("B", bc_size), ("C", bc_size))
-        shared = Cut(0, unit=self.state, replicate=True)
-        bc = replace(linear(2 * bc_size, width, parts=bc_parts), cuts=(shared,), partial_gradient=True)
+        bc = bc_projection(self.groups, self.state, width)
         taps = Uniform(self.conv**-0.5)
         per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),))
         return {
@@ -185,6 +182,16 @@ class Mamba2Spec(RecurrenceSpec):
             yield from uneven_groups(self.heads, self.groups)
         yield from disordered(self, "dt_min", "dt_max")
         yield from disordered(self, "a_min", "a_max")
+
+
+def bc_projection(groups: int, state: int, width: int) -> Parameter:
+    """Return the projection to B and C.
+
+    Every rank replicates them if groups are few, and uses them for its own heads: so each has a part of the gradient.
+    """
+    size = groups * state
+    weight = linear(2 * size, width, parts=(("B", size), ("C", size)))
+    return replace(weight, cuts=(Cut(0, unit=state, replicate=True),), partial_gradient=True)
 
 
 def kernel_chunk(head_dim: int, state: int, model: ModelSizes) -> int:

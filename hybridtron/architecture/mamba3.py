@@ -26,7 +26,7 @@ from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, InverseSoftplus
-from hybridtron.architecture.mamba2 import CHUNK, kernel_chunk, uneven_heads
+from hybridtron.architecture.mamba2 import CHUNK, bc_projection, kernel_chunk, uneven_heads
 from hybridtron.limits import above, at_least, at_most, disordered
 from hybridtron.problems import Problem
 
@@ -65,11 +65,8 @@ class Mamba3Spec(MixerSpec):
         width = model.width
         inner = self.inner(model)
         heads = self.num_heads(model)
-        bc_size = self.groups * self.state
-        # every rank replicates all angles, and B and C if groups are few, and uses them for its own heads
-        bc_parts = (("B", bc_size), ("C", bc_size))
-        shared = Cut(0, unit=self.state, replicate=True)
-        bc = replace(linear(2 * bc_size, width, parts=bc_parts), cuts=(shared,), partial_gradient=True)
+        bc = bc_projection(self.groups, self.state, width)
+        # every rank replicates all angles, and uses them for its own heads
         angles = replace(linear(self.angles, width, fp8=False), cuts=(), partial_gradient=True)
         fused = (("z", inner), ("x", inner), ("dt", heads), ("A", heads), ("trap", heads))
         per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),))

@@ -176,7 +176,7 @@ def test_a_launcher_that_died_before_anyone_looked_is_gone(monkeypatch: pytest.M
 
 
 def test_an_adopter_of_another_user_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first process is for most users: its program can't be read."""
+    """Most users can't read the first process's program."""
 
     def refuse(_: Path) -> Path:
         raise PermissionError

@@ -184,7 +184,10 @@ def _built(folder: OwnFolder, name: str, make: Callable[[Path], None]) -> Buffer
             write_whole(folder.path, [_record_of(name), name], fill)
             return open_whole(folder, name)
         except (NotBuilt, DamagedLibrary, OSError) as error:
-            reason = f"{error} {ELSEWHERE}" if isinstance(error, OSError) else str(error)
+            if isinstance(error, OSError):
+                reason = f"{error} {ELSEWHERE}"
+            else:
+                reason = str(error)
             turn.note(reason)
             raise NotBuilt(reason) from None
 
@@ -205,7 +208,9 @@ class BuildTurn:
 
         A second attempt would fail for the same reason.
         """
-        return os.pread(self.lock, 4096, 0).decode(errors="replace") if self.waited else ""
+        if self.waited:
+            return os.pread(self.lock, 4096, 0).decode(errors="replace")
+        return ""
 
     def note(self, reason: str) -> None:
         """Store the reason of a failure for waiting processes; an empty one clears it."""

@@ -48,7 +48,9 @@ def device_index(environment: Mapping[str, str], visible: int) -> int:
 def visible_gpus() -> list[str]:
     """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without initialising CUDA."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
+    if named:
+        return named.split(",")
+    return list(map(str, range(torch.cuda.device_count())))
 
 
 def describe_device() -> str:
@@ -71,7 +73,9 @@ def fp8_device_fault() -> str | None:
 
 def compute_capability() -> tuple[int, int] | None:
     """Return the CUDA device's compute capability, such as (9, 0). None without a CUDA device."""
-    return None if compute_device().type == "cpu" else torch.cuda.get_device_capability()
+    if compute_device().type == "cpu":
+        return None
+    return torch.cuda.get_device_capability()
 
 
 def cuda_report() -> dict[str, str]:
@@ -177,7 +181,9 @@ def graph_of(call: Callable[[], object]) -> Callable[[], None]:
 
 def peak_memory_gib() -> float | None:
     """Return the peak memory of tensors on the GPU so far, in GiB. None on a CPU, where torch does not count it."""
-    return None if compute_device().type == "cpu" else torch.cuda.max_memory_allocated() / 2**30
+    if compute_device().type == "cpu":
+        return None
+    return torch.cuda.max_memory_allocated() / 2**30
 
 
 def forget_peak_memory() -> None:
@@ -189,7 +195,10 @@ def forget_peak_memory() -> None:
 
 def random_states() -> dict[str, Tensor]:
     """Return the states of torch's random generators by device, for a checkpoint."""
-    on_device = {"cuda": torch.cuda.get_rng_state()} if compute_device().type == "cuda" else {}
+    if compute_device().type == "cuda":
+        on_device = {"cuda": torch.cuda.get_rng_state()}
+    else:
+        on_device = {}
     return {"cpu": torch.get_rng_state(), **on_device}
 
 
@@ -255,7 +264,9 @@ class _OnCPU(TorchFunctionMode):
                 kwargs = {**kwargs, "device": torch.device("cpu")}
             return func(*args, **kwargs)
         out = func(*args)
-        return out.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else out
+        if func is torch.Tensor.type and len(args) == 1:
+            return out.replace("torch.", "torch.cuda.")
+        return out
 
 
 def megatron_context() -> AbstractContextManager[Any]:

@@ -27,10 +27,15 @@ def is_of_the_user(error: OSError) -> bool:
 def in_words(error: OSError, place: Path | None = None) -> str:
     """Format a file error with the file's name and a cure. `place` is the output path if the error names no file."""
     where = error.filename if error.filename is not None else place
-    text = str(error) if where is None or error.strerror is None else f"{where}: {error.strerror}"
+    if where is None or error.strerror is None:
+        text = str(error)
+    else:
+        text = f"{where}: {error.strerror}"
     if error.errno in FULL:
         return f"{text}{room_left(error, Path(where) if where else Path.cwd())}"
-    return f"{text}; {CURES[error.errno]}" if error.errno in CURES else text
+    if error.errno in CURES:
+        return f"{text}; {CURES[error.errno]}"
+    return text
 
 
 def room_left(error: Exception, place: Path, needed: int | None = None) -> str:
@@ -38,6 +43,9 @@ def room_left(error: Exception, place: Path, needed: int | None = None) -> str:
     if not (isinstance(error, OSError) and error.errno in FULL):
         return ""
     existing = next((folder for folder in (place, *place.parents) if folder.is_dir()), Path("/"))
-    wanted = "" if needed is None else f"{needed / 1e6:,.1f} MB are needed, and "
+    if needed is None:
+        wanted = ""
+    else:
+        wanted = f"{needed / 1e6:,.1f} MB are needed, and "
     free = shutil.disk_usage(existing).free / 1e6
     return f"; {wanted}{free:,.1f} MB are free at {existing}: make room there, or name a place on another disk"

@@ -54,7 +54,9 @@ def matching(pattern: str, form: str) -> Limit:
 def one_of(names: Collection[str]) -> Limit:
     def wrong(value: str) -> str | None:
         near = did_you_mean(value, names)
-        return None if value in names else f"is {value!r}{near}, must be one of {', '.join(names)}"
+        if value in names:
+            return None
+        return f"is {value!r}{near}, must be one of {', '.join(names)}"
 
     return wrong
 
@@ -68,7 +70,9 @@ def readable_by(parse: Callable[[str], int], least: int = 1) -> Limit:
 
     def wrong(text: str) -> str | None:
         try:
-            return None if parse(text) >= least else f"is {text}, must be at least {least}"
+            if parse(text) >= least:
+                return None
+            return f"is {text}, must be at least {least}"
         except ValueError as error:
             return str(error)
 
@@ -82,7 +86,10 @@ def possible_path(path: str) -> str | None:
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, OSError):
+            why = error.strerror
+        else:
+            why = str(error)
         return f"is {shortened(path)!r}, which can't be a path: {why}"
     return None
 
@@ -140,4 +147,6 @@ def is_folder(path: str) -> bool:
 
 def shortened(text: str) -> str:
     """Shorten a very long text for a message by cutting out its middle."""
-    return text if len(text) <= 200 else f"{text[:100]} ... {text[-50:]}"
+    if len(text) <= 200:
+        return text
+    return f"{text[:100]} ... {text[-50:]}"

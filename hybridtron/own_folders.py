@@ -96,7 +96,9 @@ def _above_the_home(path: Path) -> set[Path]:
         home = Path(os.path.realpath(Path.home()))
     except RuntimeError:  # the user has none
         return set()
-    return {*home.parents} if home in (path, *path.parents) else set()
+    if home in (path, *path.parents):
+        return {*home.parents}
+    return set()
 
 
 def _into(descriptor: int, path: Path) -> int:

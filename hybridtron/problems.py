@@ -40,7 +40,9 @@ class ConfigError(Unusable):
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ` (did you mean width?)` for the closest known name, or an empty string if none is close."""
     close = difflib.get_close_matches(name, known, 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    if close:
+        return f" (did you mean {close[0]}?)"
+    return ""
 
 
 def choice(values: list[int]) -> str:

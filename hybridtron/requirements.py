@@ -110,8 +110,14 @@ def install_command(absent: Iterable[str], extras: Iterable[str]) -> str:
     """Return a shell command to install absent distributions; `extras` are the extras to install them by."""
     alone = {name: version for of_extra in ALONE.values() for name, version in of_extra.items() if name in absent}
     chosen = f"[{','.join(extras)}]" if extras else ""
-    project = f'--editable ".{chosen}"' if is_checkout() else f'"{NAME}{chosen}"'
-    commands = [f"pip install {project}"] if set(absent) - alone.keys() else []
+    if is_checkout():
+        project = f'--editable ".{chosen}"'
+    else:
+        project = f'"{NAME}{chosen}"'
+    if set(absent) - alone.keys():
+        commands = [f"pip install {project}"]
+    else:
+        commands = []
     return " && ".join(commands + [f'pip install --no-deps "{name}{version}"' for name, version in alone.items()])
 
 

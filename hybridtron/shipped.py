@@ -13,14 +13,21 @@ PACKAGE = Path(__file__).resolve().parent
 def shipped(name: str) -> Path:
     """Return the path of a shipped folder: inside the package if it is there, else next to it."""
     inside = PACKAGE / name
-    return inside if inside.is_dir() else PACKAGE.parent / name
+    if inside.is_dir():
+        return inside
+    return PACKAGE.parent / name
 
 
 def pages() -> Path | None:
     """Return the folder for pages of measurements: benchmarks/ of a checkout, or None without a checkout."""
     folder = shipped("benchmarks")
-    return folder if folder.parent != PACKAGE and folder.is_dir() else None
+    if folder.parent != PACKAGE and folder.is_dir():
+        return folder
+    return None
 
 
-BENCHMARKS = "benchmarks" if shipped("benchmarks").parent != PACKAGE else "hybridtron.benchmarks"
+if shipped("benchmarks").parent != PACKAGE:
+    BENCHMARKS = "benchmarks"
+else:
+    BENCHMARKS = "hybridtron.benchmarks"
 """Name of the package with the benchmarks."""

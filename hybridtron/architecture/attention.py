@@ -78,11 +78,15 @@ class HeadsSpec(MixerSpec):
     @property
     def positions(self) -> RopeOptions | None:
         """Rotary positions, or None without positions."""
-        return self.rope if isinstance(self.rope, RopeOptions) else None
+        if isinstance(self.rope, RopeOptions):
+            return self.rope
+        return None
 
     def query_factor(self, head_dim: int) -> float:
         """Return the factor by which queries are multiplied, on top of head_dim^-0.5 in the attention op."""
-        return 1.0 if self.scale is None else self.scale * head_dim**0.5
+        if self.scale is None:
+            return 1.0
+        return self.scale * head_dim**0.5
 
     def groups(self) -> int:
         return self.kv_heads or self.heads
@@ -244,7 +248,9 @@ class AttentionSpec(HeadsSpec):
     def attention_at_eval(self) -> str:
         if self.self_extend is not None:
             return f"full, self-extended by {self.self_extend.group} beyond {self.self_extend.neighbours}"
-        return "full" if self.window is None else f"window {self.window}"
+        if self.window is None:
+            return "full"
+        return f"window {self.window}"
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         num_visible = visible_tokens(seq_len, self.window)
@@ -252,7 +258,9 @@ class AttentionSpec(HeadsSpec):
 
     def given_up_values(self, model: ModelSizes) -> int:
         # keys that are not yet rotated lie beside the values, which here were copied
-        return self.channels(model)[1] if self.positions is not None else 0
+        if self.positions is not None:
+            return self.channels(model)[1]
+        return 0
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         return self.carried_heads(model, None if self.window is None else self.window - 1)
@@ -264,5 +272,8 @@ class AttentionSpec(HeadsSpec):
             cure = f"leave it out for full attention, or use at most {max_seq_len}"
             yield Problem("window", f"is {self.window}, {longest}: {cure}")
         if self.self_extend is not None and (self.window is not None or self.positions is None):
-            why = f"window={self.window}" if self.window is not None else "rope=none"
+            if self.window is not None:
+                why = f"window={self.window}"
+            else:
+                why = "rope=none"
             yield Problem("self_extend", f"is for full attention with rotary positions, not for {why}: leave it out")

@@ -88,7 +88,9 @@ class Parameter(Sharded):
     grown: Init | tuple[str, ...] | None = None
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
-        return tuple(rows for _, rows in self.parts) if self.parts and axis == 0 else (self.shape[axis],)
+        if self.parts and axis == 0:
+            return tuple(rows for _, rows in self.parts)
+        return (self.shape[axis],)
 
     @property
     def size(self) -> int:
@@ -141,7 +143,9 @@ class StatePart(Sharded):
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
         size = self.shape[axis]
         assert size is not None
-        return self.parts if self.parts and axis == len(self.shape) - 1 else (size,)
+        if self.parts and axis == len(self.shape) - 1:
+            return self.parts
+        return (size,)
 
 
 Names = dict[str, tuple[str, ...]]
@@ -181,7 +185,9 @@ class MixerSpec(PlaceSpec, ABC):
         return dict(options)
 
     def input_width(self, model: ModelSizes) -> int:
-        return 2 * model.width if self.feeds_next else model.width
+        if self.feeds_next:
+            return 2 * model.width
+        return model.width
 
     @abstractmethod
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:

@@ -78,7 +78,9 @@ class Mamba2Spec(RecurrenceSpec):
             object.__setattr__(self, "multipliers", ProjectionMultipliers(**self.multipliers))
 
     def inner(self, model: ModelSizes) -> int:
-        return self.expand * model.width if self.heads is None else self.heads * self.head_dim
+        if self.heads is None:
+            return self.expand * model.width
+        return self.heads * self.head_dim
 
     def num_heads(self, model: ModelSizes) -> int:
         return self.inner(model) // self.head_dim
@@ -198,7 +200,9 @@ def kernel_chunk(head_dim: int, state: int, model: ModelSizes) -> int:
     """Return the chunk length of SSD's Triton kernels, which compute one state per chunk in the backward pass."""
     if model.wide == 1:
         return 32
-    return 128 if head_dim <= 64 and state <= 128 else 64
+    if head_dim <= 64 and state <= 128:
+        return 128
+    return 64
 
 
 def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterator[Problem]:

@@ -94,7 +94,10 @@ class Mamba3Spec(MixerSpec):
             *("in_proj.weight.z", "in_proj.weight.x", "bc_proj.weight.B", "bc_proj.weight.C"),
             *("in_proj.weight.dt", "in_proj.weight.A", "in_proj.weight.trap", "angle_proj.weight"),
         )
-        norms = ("B_norm", "C_norm", "norm") if self.norm else ("B_norm", "C_norm")
+        if self.norm:
+            norms = ("B_norm", "C_norm", "norm")
+        else:
+            norms = ("B_norm", "C_norm")
         return names | {f"{norm}.weight": (f"{norm}_weight",) for norm in norms}
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
@@ -115,7 +118,10 @@ class Mamba3Spec(MixerSpec):
         return (8 if self.norm else 6) * inner + groups + by_head + 2 * model.wide * self.angles
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        groups = 6 * self.groups * self.state if self.groups % tensor else 0
+        if self.groups % tensor:
+            groups = 6 * self.groups * self.state
+        else:
+            groups = 0
         return 2 * model.wide * self.angles + groups
 
     def backward_values(self, model: ModelSizes) -> int:

@@ -117,5 +117,8 @@ def _repeats(text: str, here: int, repeated: list[_Symbol]) -> tuple[int, int]:
 
 
 def _unknown(text: str, here: int, known: Collection[str]) -> NoReturn:
-    letters = f"have: {' '.join(known)}" if known else "none are defined"
+    if known:
+        letters = f"have: {' '.join(known)}"
+    else:
+        letters = "none are defined"
     raise PatternError(f"unknown letter {text[here]!r}; {letters}", text, here)

@@ -33,7 +33,10 @@ def place_problems(pattern: Pattern, specs: Mapping[str, PlaceSpec]) -> list[Pro
     borders = set(itertools.accumulate(pattern.stages))
     problems = []
     for index, letter in enumerate(pattern.letters):
-        after = pattern.letters[index + 1] if index + 1 < len(pattern.letters) else None
+        if index + 1 < len(pattern.letters):
+            after = pattern.letters[index + 1]
+        else:
+            after = None
         if letter in specs and specs[letter].feeds_next:
             problems += _feeder_problems(letter, after, specs, index + 1 in borders)
         if letter in specs and specs[letter].beside:

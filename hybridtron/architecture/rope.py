@@ -60,7 +60,9 @@ class RopeOptions:
         """Factor of cos and sin."""
         if self.scale != "yarn" or self.factor is None:
             return 1.0
-        return 0.1 * math.log(self.factor) + 1.0 if self.attention is None else self.attention
+        if self.attention is None:
+            return 0.1 * math.log(self.factor) + 1.0
+        return self.attention
 
     def chosen(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, and the base."""
@@ -76,7 +78,10 @@ class RopeOptions:
         used = OF_SCALE.get(self.scale or "", ())
         for name in [name for name in chosen if name not in ("base", "scale", *used)]:
             owners = [scale for scale, names in OF_SCALE.items() if name in names]
-            fact = f"scale is {self.scale}" if self.scale else "there is no scale"
+            if self.scale:
+                fact = f"scale is {self.scale}"
+            else:
+                fact = "there is no scale"
             yield Problem(name, f"is {chosen[name]}, but {fact}: leave it out, or use scale={' or '.join(owners)}")
         meanings = {"factor": "how many times as long rows are to be, such as 4.0", "original": "as in original=8192"}
         for name, meaning in meanings.items():

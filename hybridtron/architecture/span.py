@@ -74,7 +74,9 @@ class SpanSpec(HeadsSpec):
 
     def chunks(self) -> tuple[int, ...]:
         """Return the sizes that a chunk can have."""
-        return (self.chunk,) if isinstance(self.chunk, int) else tuple(self.chunk)
+        if isinstance(self.chunk, int):
+            return (self.chunk,)
+        return tuple(self.chunk)
 
     @property
     def asks(self) -> bool:
@@ -88,15 +90,21 @@ class SpanSpec(HeadsSpec):
 
     @property
     def attention_at_eval(self) -> str:
-        return "full" if self.eval == "full" else f"span {max(self.chunks())}"
+        if self.eval == "full":
+            return "full"
+        return f"span {max(self.chunks())}"
 
     @property
     def reads_in(self) -> int:
-        return max(self.chunks()) if self.eval == "span" and self.asks and self.relevance == "chunk" else 1
+        if self.eval == "span" and self.asks and self.relevance == "chunk":
+            return max(self.chunks())
+        return 1
 
     def remembered(self, training: bool) -> int | None:
         """Return how many tokens before the current chunk a row may select from; None for the full document."""
-        return self.remember if training or not self.retrieves else None
+        if training or not self.retrieves:
+            return self.remember
+        return None
 
     def carried_blocks(self, remembered: int | None) -> tuple[int | None, int]:
         """Return how many block summaries and query sums a state holds; None for all of the document's summaries."""
@@ -120,7 +128,10 @@ class SpanSpec(HeadsSpec):
     def _visible(self, seq_len: int, chunk: int) -> float:
         """Return the mean number of positions that a token sees, itself included."""
         in_chunk = visible_tokens(min(seq_len, chunk), None)
-        max_chosen = 0 if self.memory in ("none", "shifted") else self.blocks * self.block
+        if self.memory in ("none", "shifted"):
+            max_chosen = 0
+        else:
+            max_chosen = self.blocks * self.block
         begins = range(0, seq_len, chunk)
         return in_chunk + sum(min(max_chosen, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
 

@@ -108,7 +108,10 @@ class SparseOptions:
     def slots(self) -> int:
         """Maximum number of carried keys: those that later queries may see by any rule."""
         num_keys = self.keys // len(PATTERNS[self.pattern])
-        num_bins = self.columns if self.bins == "argmax" else 2**self.columns
+        if self.bins == "argmax":
+            num_bins = self.columns
+        else:
+            num_bins = 2**self.columns
         rules = {
             "recent": num_keys - 1,
             "first": num_keys,
@@ -230,13 +233,20 @@ class RecurrenceSpec(MixerSpec):
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
-        return ("ranking",) if self.sparse is not None and self.sparse.scored else ()
+        if self.sparse is not None and self.sparse.scored:
+            return ("ranking",)
+        return ()
 
     @property
     def projects(self) -> bool:
         """True if sparse attention has its own projection for queries and keys."""
-        chosen = None if self.sparse is None else self.sparse.projected
-        return self.projects_by_default if chosen is None else chosen
+        if self.sparse is None:
+            chosen = None
+        else:
+            chosen = self.sparse.projected
+        if chosen is None:
+            return self.projects_by_default
+        return chosen
 
     @abstractmethod
     def shared_sizes(self, model: ModelSizes) -> BranchSizes:
@@ -244,7 +254,9 @@ class RecurrenceSpec(MixerSpec):
 
     def branch_sizes(self, model: ModelSizes) -> BranchSizes:
         shared = self.shared_sizes(model)
-        return shared._replace(groups=1) if self.projects else shared
+        if self.projects:
+            return shared._replace(groups=1)
+        return shared
 
     def branch_parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         if self.sparse is None:
@@ -265,11 +277,16 @@ class RecurrenceSpec(MixerSpec):
         return sizes.groups * self.sparse.group_values(sizes.state, self.projects, model.wide)
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        branch = {} if self.sparse is None else self.sparse.flops(self.branch_sizes(model))
+        if self.sparse is None:
+            branch = {}
+        else:
+            branch = self.sparse.flops(self.branch_sizes(model))
         return super().flops(model, seq_len) | branch
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        return {} if self.sparse is None else self.sparse.state_parts(self.branch_sizes(model))
+        if self.sparse is None:
+            return {}
+        return self.sparse.state_parts(self.branch_sizes(model))
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         if self.sparse is not None:

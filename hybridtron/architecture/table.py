@@ -56,7 +56,9 @@ class Architecture:
         return {self.full_name(index, name, weight.shared): weight for name, weight in weights.items()}
 
     def full_name(self, index: int, key: str, shared: bool) -> str:
-        return f"shared.{self.letters[index]}.mixer.{key}" if shared else f"layers.{index}.mixer.{key}"
+        if shared:
+            return f"shared.{self.letters[index]}.mixer.{key}"
+        return f"layers.{index}.mixer.{key}"
 
     def shared_names(self, letter: str) -> list[str]:
         """Return the names, inside the mixer, of weights that all sub-layers of a letter share."""
@@ -121,7 +123,10 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
     """Build a letter's spec from its options. Raises ConfigError with its problems."""
     kind = options.pop("kind", None)
     if kind not in SPECS:
-        what = "must be set" if kind is None else f"is {kind!r}{did_you_mean(str(kind), SPECS)}"
+        if kind is None:
+            what = "must be set"
+        else:
+            what = f"is {kind!r}{did_you_mean(str(kind), SPECS)}"
         raise ConfigError([Problem(f"{where}.kind", f"{what}; {_known(SPECS)}")])
     try:
         options = SPECS[kind].renamed(options)
@@ -144,7 +149,10 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     width = model.width
     vocab = model.vocab_size
     norm = Parameter((width,), Constant(1.0), decay=False)
-    embedded = Normal(model.embedding_std) if model.init is Start.mamba else Projection(width**-0.5)
+    if model.init is Start.mamba:
+        embedded = Normal(model.embedding_std)
+    else:
+        embedded = Projection(width**-0.5)
     table = {"embedding.weight": Parameter((vocab, width), embedded, cuts=(Cut(0),))}
     for index, spec in enumerate(arch.specs):
         if spec.has_norm:
@@ -153,7 +161,8 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     table["norm.weight"] = norm
     if not model.tie_embeddings:
         table["head.weight"] = linear(vocab, width, fp8=False)
-    table = table if model.init is Start.mamba else _as_lit_gpt(table, arch)
+    if model.init is not Start.mamba:
+        table = _as_lit_gpt(table, arch)
     return table | adapter_rows(table, model.adapters)
 
 
@@ -201,7 +210,9 @@ def _hints(schema: type) -> dict[str, Any]:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(hint, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -226,8 +237,13 @@ def _type_name(hint: Any) -> str:
 
 
 def _plain_name(kind: type) -> str:
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return f"{{{', '.join(f'{f.name}: ...' for f in fields[:2])}}}" if fields else kind.__name__
+    if dataclasses.is_dataclass(kind):
+        fields = dataclasses.fields(kind)
+    else:
+        fields = ()
+    if fields:
+        return f"{{{', '.join(f'{f.name}: ...' for f in fields[:2])}}}"
+    return kind.__name__
 
 
 def _known(names: typing.Iterable[str]) -> str:

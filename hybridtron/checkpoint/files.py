@@ -78,7 +78,9 @@ def head_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata:
 
 def _name(block: Any) -> str:
     whole = block.local_shape == block.global_shape
-    return block.key if whole else f"{block.key}@{','.join(map(str, block.global_offset))}"
+    if whole:
+        return block.key
+    return f"{block.key}@{','.join(map(str, block.global_offset))}"
 
 
 def write_bytes(path: Path, stored: bytes) -> File:
@@ -138,7 +140,9 @@ def read_chunk(folder: Path, chunk: StoredShard, file: File) -> Tensor:
     dtype = NAMES[chunk.dtype]
     count = torch.Size(chunk.size).numel() * dtype.itemsize
     stored = _read(folder / chunk.file, chunk.start, count, chunk.digest, file.size)
-    return torch.from_numpy(stored).view(dtype).view(chunk.size) if count else torch.empty(chunk.size, dtype=dtype)
+    if count:
+        return torch.from_numpy(stored).view(dtype).view(chunk.size)
+    return torch.empty(chunk.size, dtype=dtype)
 
 
 def copy(source: Tensor, target: Tensor) -> None:

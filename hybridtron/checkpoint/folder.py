@@ -74,7 +74,9 @@ def valid_checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
 def best(run_dir: Path) -> Checkpoint | None:
     """Return the checkpoint with the lowest held-out loss; None if no checkpoint has such a loss."""
     folder = _best(all_of(run_dir))
-    return None if folder is None else Checkpoint.open(folder)
+    if folder is None:
+        return None
+    return Checkpoint.open(folder)
 
 
 def pointer_fault(run_dir: Path) -> str | None:
@@ -87,7 +89,9 @@ def pointer_fault(run_dir: Path) -> str | None:
     try:
         stored = read_regular(path, POINTER_BYTES)
     except FileNotFoundError:
-        return None if len(all_of(run_dir)) < 2 else f"{path} is missing"
+        if len(all_of(run_dir)) < 2:
+            return None
+        return f"{path} is missing"
     except OSError as error:
         return f"{path} can't be read: {error}"
     name, _, digested = stored.decode("ascii", "replace").strip().partition(" ")
@@ -98,7 +102,9 @@ def pointer_fault(run_dir: Path) -> str | None:
         fits = digest_of(manifest.stored_in(target)) == digested
     except BrokenCheckpoint:
         fits = False
-    return None if fits else f"{path} does not fit the manifest of {name}"
+    if fits:
+        return None
+    return f"{path} does not fit the manifest of {name}"
 
 
 def point_at(folder: Path) -> None:

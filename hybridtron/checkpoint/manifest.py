@@ -106,7 +106,9 @@ def name_of(step: int) -> str:
 def step_in(name: str) -> int | None:
     """Return the step in a checkpoint's folder name, or None if it is not such a name."""
     matched = _NAME.fullmatch(name)
-    return None if matched is None else int(matched[1])
+    if matched is None:
+        return None
+    return int(matched[1])
 
 
 def to_bytes(manifest: CheckpointManifest) -> bytes:
@@ -187,4 +189,6 @@ def chunk_of(values: Sequence[Any]) -> StoredShard:
 
 
 def _older(folder: Path) -> str:
-    return ", or has a format before 3, which this version does not read" if (folder / "meta.json").exists() else ""
+    if (folder / "meta.json").exists():
+        return ", or has a format before 3, which this version does not read"
+    return ""

@@ -67,7 +67,9 @@ class MergedCheckpoint(Checkpoint):
     def _widest(self, key: str) -> str:
         """Return the key of a weight's fp32 master if there is one, else the weight's own."""
         master = f"{MASTER}{key.removeprefix(MASTER)}"
-        return master if master in self._chunks else key
+        if master in self._chunks:
+            return master
+        return key
 
 
 def adapter_pair(held: Container[str], key: str) -> tuple[str, str] | None:
@@ -76,10 +78,14 @@ def adapter_pair(held: Container[str], key: str) -> tuple[str, str] | None:
     `key` may also name the weight's master.
     """
     A, B = (adapter_key(key.removeprefix(MASTER), piece) for piece in "AB")
-    return (A, B) if is_adapter(A) and A in held else None
+    if is_adapter(A) and A in held:
+        return (A, B)
+    return None
 
 
 def merged(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with adapters merged into its weights; without adapters it is returned unchanged."""
     adapters = checkpoint.config.model.adapters
-    return checkpoint if adapters is None else MergedCheckpoint(checkpoint.folder, checkpoint.manifest, adapters)
+    if adapters is None:
+        return checkpoint
+    return MergedCheckpoint(checkpoint.folder, checkpoint.manifest, adapters)

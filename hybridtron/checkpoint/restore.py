@@ -90,7 +90,9 @@ def _first_fault(own: RestoreFault | None) -> RestoreFault | None:
     """Return, on all processes, the fault that the lowest rank with a fault has found; None if there is none."""
     every = all_gather_values(None if own is None else [own.what, own.key])
     first = next(filter(None, every), None)
-    return None if first is None else RestoreFault(what=first[0], key=first[1])
+    if first is None:
+        return None
+    return RestoreFault(what=first[0], key=first[1])
 
 
 def check_given(given: Checkpoint, groups: Groups, key: str) -> None:

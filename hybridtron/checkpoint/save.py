@@ -190,7 +190,10 @@ class Saver:
         try:
             for name, stored in content.small.items():
                 files[name] = write_bytes(temporary / name, stored)
-            blocks = content.blocks if copies is None else copies.blocks()
+            if copies is None:
+                blocks = content.blocks
+            else:
+                blocks = copies.blocks()
             tensors = {f"{kind}-{self.groups.rank:05}.safetensors": b for kind, b in blocks.items() if b}
             with ThreadPoolExecutor(WRITERS) as threads:
                 for name, written in zip(
@@ -254,12 +257,16 @@ class Saver:
 
     def _kept_every(self) -> int | None:
         every = self.config.checkpoint.keep_every
-        return None if every is None else parse_steps(every, self.config.phases[0].tokens_per_step)
+        if every is None:
+            return None
+        return parse_steps(every, self.config.phases[0].tokens_per_step)
 
 
 def mirror_of(config: Config) -> Mirror | None:
     """Open the store that checkpoints are copied to, or return None if `checkpoint.mirror` is not set."""
-    return None if config.checkpoint.mirror is None else Mirror(config.checkpoint.mirror)
+    if config.checkpoint.mirror is None:
+        return None
+    return Mirror(config.checkpoint.mirror)
 
 
 def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
@@ -281,7 +288,10 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
 def layout_of(config: Config, groups: Groups) -> str:
     """Describe a layout as text, for users, and to recognize whether a checkpoint's random states fit its processes."""
     stages = f"pipeline {groups.pipeline_size} x {config.parallel.virtual_pipeline}"
-    context = f"context {groups.context.size}, " if groups.context.size > 1 else ""
+    if groups.context.size > 1:
+        context = f"context {groups.context.size}, "
+    else:
+        context = ""
     return f"tensor {groups.tensor.size}, {stages}, {context}data {groups.data_size}"
 
 

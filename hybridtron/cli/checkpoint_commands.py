@@ -68,7 +68,10 @@ def listed(chosen: argparse.Namespace) -> int:
             continue
         size = sum(file.size for file in checkpoint.manifest.files.values())
         meta = checkpoint.meta
-        loss = "" if meta.validation is None else f"{meta.validation:.4f}"
+        if meta.validation is None:
+            loss = ""
+        else:
+            loss = f"{meta.validation:.4f}"
         table.add_row(str(meta.step), f"{readable(size)}B", loss, meta.layout, "valid")
     show(table)
     for path in sorted((chosen.path / "checkpoints").glob("*-step-*")):  # superseded-, broken-, and left- of old runs

@@ -78,7 +78,10 @@ def exported(chosen: argparse.Namespace) -> int:
         warnings = export(output, plan, prove, report_progress)
     for warning in warnings:
         print(f"warning: {chosen.output}: {warning}", file=sys.stderr)
-    outcome = f"logits apart by {proofs[0].logits:.1e} of the largest, at most" if proofs else "not verified"
+    if proofs:
+        outcome = f"logits apart by {proofs[0].logits:.1e} of the largest, at most"
+    else:
+        outcome = "not verified"
     print(f"{chosen.output}: step {source.meta.step}, {outcome}")
     return 0
 

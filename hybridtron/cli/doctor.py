@@ -96,14 +96,19 @@ def run_python(code: str, *arguments: str, patience: float | None = None) -> tup
         return json.loads(process.stdout.splitlines()[-1]), None
     except (IndexError, json.JSONDecodeError):
         last = process.stderr.strip().splitlines()[-1:] or ["no message"]
-        ended = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+        if process.returncode < 0:
+            ended = f"signal {-process.returncode}"
+        else:
+            ended = f"exit code {process.returncode}"
         return {}, f"ends the interpreter: {ended}, {last[0]}"
 
 
 def probe(module: str) -> Probe:
     """Import a module in a separate process and return the result."""
     report, fault = run_python(IMPORT, module)
-    return Probe(True, "", fault) if fault else Probe(**report)
+    if fault:
+        return Probe(True, "", fault)
+    return Probe(**report)
 
 
 def inside(version: str, wanted: str) -> bool:
@@ -167,9 +172,17 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
     outside = [
         f"{name} {version}" for name, version in versions.items() if version and not inside(version, wanted[name])
     ]
-    notes = [f"{install_command(missing, [extra])} adds {', '.join(missing)}"] if missing else []
+    if missing:
+        notes = [f"{install_command(missing, [extra])} adds {', '.join(missing)}"]
+    else:
+        notes = []
     notes += [f"outside of what was tried: {', '.join(outside)}"] if outside else []
-    mark = "warn" if outside else "none" if missing else "ok"
+    if outside:
+        mark = "warn"
+    elif missing:
+        mark = "none"
+    else:
+        mark = "ok"
     return Line(mark, extra, f"{len(wanted) - len(missing)} of {len(wanted)}", "; ".join(notes))
 
 
@@ -226,7 +239,9 @@ def _driver() -> str:
         about = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return "nvidia-smi does not answer"
-    return about[0] if about else "nvidia-smi finds no device"
+    if about:
+        return about[0]
+    return "nvidia-smi finds no device"
 
 
 def attempt(section: Callable[[], tuple[str, list[Line]]]) -> tuple[str, list[Line]]:
@@ -242,7 +257,10 @@ def show(sections: list[tuple[str, list[Line]]]) -> None:
     """Print the sections in aligned columns. On a terminal lines are coloured and cut to its width."""
     terminal = sys.stdout.isatty()
     colours = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m", "none": ""}
-    width = shutil.get_terminal_size((160, 24)).columns if terminal else 0
+    if terminal:
+        width = shutil.get_terminal_size((160, 24)).columns
+    else:
+        width = 0
     for title, lines in sections:
         print(f"\n{title}")
         names, values = (max(len(getattr(line, field)) for line in lines) for field in ("name", "found"))

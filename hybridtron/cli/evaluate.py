@@ -105,7 +105,8 @@ def require_consistent(parser: argparse.ArgumentParser, chosen: argparse.Namespa
         parser.error(f"RUN {wrong}")
     chosen.paths = [Path(word) for word in words]
     chosen.harness = [word for word in chosen.harness or () if word not in chosen.layout]
-    chosen.instruments = None if chosen.instruments is None else chosen.instruments.split(",")
+    if chosen.instruments is not None:
+        chosen.instruments = chosen.instruments.split(",")
     if wrong := [name for name in chosen.instruments or [] if name not in INSTRUMENTS]:
         parser.error(f"--instruments: there is no {wrong[0]!r}; there are {', '.join(INSTRUMENTS)}")
     if not re.fullmatch(r"0*[1-9]\d*x?", chosen.length, re.ASCII):
@@ -148,12 +149,16 @@ def folder_for(path: Path, checkpoint: Path, chosen: argparse.Namespace) -> Path
         run = named(run.parent)
     if chosen.output is None:
         return run / "evaluation" / checkpoint.name
-    return chosen.output if len(chosen.paths) == 1 else chosen.output / f"{run.name}-{checkpoint.name}"
+    if len(chosen.paths) == 1:
+        return chosen.output
+    return chosen.output / f"{run.name}-{checkpoint.name}"
 
 
 def named(path: Path) -> Path:
     """Return a path that ends in a name: one that ends in `.` or `..` is resolved."""
-    return path.resolve() if path.name in ("", "..") else path
+    if path.name in ("", ".."):
+        return path.resolve()
+    return path
 
 
 def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: Console) -> None:
@@ -167,7 +172,10 @@ def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: 
         raise Unusable("two of the runs have the same name and step, and so the same folder below --output")
     for path, checkpoint in checkpoints.items():
         with served(checkpoint, layout(chosen.layout), chosen.self_extend, chosen.attention) as model:
-            run = folders[path].parent.parent if chosen.output is None else named(path)
+            if chosen.output is None:
+                run = folders[path].parent.parent
+            else:
+                run = named(path)
             evaluation = ask(model, f"{run.name}, step {model.step}", folders[path])
             if model.first:
                 evaluations.append(evaluation)
@@ -234,7 +242,10 @@ def report(one: Evaluated, console: Console) -> None:
         console.print(table)
         if result_table.note:
             console.print(result_table.note)
-    unseen = "" if is_there("matplotlib") else f", without pictures: {missing('plot')}"
+    if is_there("matplotlib"):
+        unseen = ""
+    else:
+        unseen = f", without pictures: {missing('plot')}"
     console.print(f"\nwritten: {one.folder / 'index.html'}{unseen}")
 
 

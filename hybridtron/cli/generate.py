@@ -116,7 +116,10 @@ def chat(checkpoint: Path, parallel: ParallelConfig, texts: list[str], chosen: a
     from hybridtron.evaluate.chat import Chat, assistant, user
 
     template = Chat.of(checkpoint)
-    before = [] if chosen.system is None else [{"role": "system", "content": chosen.system}]
+    if chosen.system is None:
+        before = []
+    else:
+        before = [{"role": "system", "content": chosen.system}]
     if not texts and launched().world_size > 1:
         raise Unusable("--chat reads lines on one process: with several, name what to answer as --prompt")
     conversations = [[*before, user(text)] for text in texts]

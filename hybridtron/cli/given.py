@@ -28,7 +28,10 @@ def checkpoints_at(path: Path) -> list[Path]:
     if (path / "manifest.json").exists():
         return [path]
     if (path / "config.json").exists():
-        kind = "an export" if (path / RECORD).exists() else "a model for transformers"
+        if (path / RECORD).exists():
+            kind = "an export"
+        else:
+            kind = "a model for transformers"
         cure = f"`hybridtron import {path} --output DIR` makes a checkpoint of it, to be named here"
         raise Unusable(f"{path} is {kind}, not a run nor a checkpoint: {cure}")
     from hybridtron.checkpoint import folder  # imports torch, which a wrong path does without

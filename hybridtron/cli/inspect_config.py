@@ -73,12 +73,17 @@ def main(arguments: list[str]) -> int:
     for warning in warnings(config):
         print(f"note: {warning}", file=sys.stderr)
     gpus = chosen.gpus or config.parallel.model_ranks
-    fitting = None if chosen.fit is None else fit(config, gpus, chosen.fit, GPUS[chosen.gpu])
+    if chosen.fit is None:
+        fitting = None
+    else:
+        fitting = fit(config, gpus, chosen.fit, GPUS[chosen.gpu])
     if chosen.json:
         print(json.dumps(as_json(config, gpus, fitting), indent=2))
     else:
         print_tables(config, gpus, fitting)
-    return dry_run(config) if chosen.dry_run else 0
+    if chosen.dry_run:
+        return dry_run(config)
+    return 0
 
 
 def dry_run(config: Config) -> int:
@@ -167,7 +172,10 @@ def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None)
     console = wide_console()
     counted = count(config.model, config.phases[0].seq_len)
     stages = [len(stage) for stage in stages_of(config)]
-    cut = f" in stages of {', '.join(map(str, stages))}" if len(stages) > 1 else ""
+    if len(stages) > 1:
+        cut = f" in stages of {', '.join(map(str, stages))}"
+    else:
+        cut = ""
     title = f"{config.run.name}: {len(counted.layers)} layers{cut}, {config.model.pattern}"
     console.print(title, highlight=False, markup=False)
     tables = [_letter_table(counted), _flops_table(counted), phase_table(config), source_table(config)]
@@ -230,7 +238,10 @@ def _memory_table(config: Config, made: Plan) -> Table:
         f"on {made.world_size}: tensor {config.parallel.tensor} x pipeline {config.parallel.pipeline} x "
         f"data {made.data}, {made.micro_batches} micro batches a step"
     )
-    limit = f" of {config.cluster.memory_gb:g}" if config.cluster.memory_gb else ""
+    if config.cluster.memory_gb:
+        limit = f" of {config.cluster.memory_gb:g}"
+    else:
+        limit = ""
     for rank in made.ranks:
         layers = ", ".join(f"{chunk.layers.start}-{chunk.layers.stop - 1}" for chunk in rank.chunks)
         parts = [_gigabytes(getattr(rank.memory, part)) for part in MEMORY_PARTS]
@@ -283,7 +294,9 @@ def _left_out(config: Config, fitting: list[FittingLayout]) -> list[str]:
     """Explain why some layouts were not tried, or why none fits."""
     reasons = {tensor: "; ".join(uncuttable(config.model, tensor)) for tensor in TENSOR_SIZES}
     lines = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
-    return lines if fitting else [*lines, "nothing fits: use more devices, or a global batch that divides evenly"]
+    if fitting:
+        return lines
+    return [*lines, "nothing fits: use more devices, or a global batch that divides evenly"]
 
 
 def _gigabytes(amount: int) -> str:

@@ -27,7 +27,10 @@ class Line:
 
 def machine_section() -> tuple[str, list[Line]]:
     """Build the section on cores, memory, disks and limits."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        usable = len(os.sched_getaffinity(0))
+    else:
+        usable = os.cpu_count() or 1
     lines = [Line("ok", "cores", f"{usable} of {os.cpu_count()}"), _memory_line()]
     lines.append(_disk_line(Path.cwd(), LEAST_DISK, "runs and checkpoints of the present folder"))
     if Path("/dev/shm").exists():

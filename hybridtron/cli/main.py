@@ -69,7 +69,10 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"]:
         print(f"hybridtron {__version__}")
         return 0
-    family = arguments[0] if arguments and arguments[0] in FAMILIES else ""
+    if arguments and arguments[0] in FAMILIES:
+        family = arguments[0]
+    else:
+        family = ""
     words = arguments[:2] if family else arguments[:1]
     name = " ".join(words)
     if name not in COMMANDS:

@@ -93,7 +93,10 @@ def _check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
 def share(text: str) -> float:
     """Parse a share such as `0.5%` or `0.005` to a fraction, for argparse."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
-    value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if match:
+        value = float(match[1]) / (100 if match[2] else 1)
+    else:
+        value = -1.0
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 0.5% or 0.005")
     return value
@@ -117,20 +120,27 @@ def main(arguments: list[str]) -> int:
     from hybridtron.data.workers import WorkerEnded
 
     try:
-        folder = prepare_embedded(chosen) if chosen.vocab_size is not None else prepare_inputs(chosen)
+        if chosen.vocab_size is not None:
+            folder = prepare_embedded(chosen)
+        else:
+            folder = prepare_inputs(chosen)
     except (FolderError, PrepareError, WorkerEnded) as error:
         print(error, file=sys.stderr)
-        return 1 if isinstance(error, WorkerEnded) else 2
+        if isinstance(error, WorkerEnded):
+            return 1
+        return 2
     except OSError as error:
-        note = f"; {chosen.output}.partial is kept, and the same command continues" if error.errno in FULL else ""
+        if error.errno in FULL:
+            note = f"; {chosen.output}.partial is kept, and the same command continues"
+        else:
+            note = ""
         print(f"{in_words(error, chosen.output)}{note}", file=sys.stderr)
         return 2 if is_of_the_user(error) else 1
     except KeyboardInterrupt:
-        note = (
-            ""
-            if chosen.vocab_size is not None
-            else f"; {chosen.output}.partial is kept, and the same command continues"
-        )
+        if chosen.vocab_size is not None:
+            note = ""
+        else:
+            note = f"; {chosen.output}.partial is kept, and the same command continues"
         print(f"interrupted{note}", file=sys.stderr)
         return 1
     show(folder)
@@ -212,7 +222,10 @@ def show(folder: TokenFolder) -> None:
     for split, sources in manifest.splits.items():
         for name, source in sources.items():
             counts = f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}"
-            learned = [] if source.learned is None else [f"{source.learned / source.tokens:.1%}"]
+            if source.learned is None:
+                learned = []
+            else:
+                learned = [f"{source.learned / source.tokens:.1%}"]
             table.add_row(name, split, *counts, *learned)
         shards = sum(len(source.shards) for source in sources.values())
         documents = sum(source.documents for source in sources.values())

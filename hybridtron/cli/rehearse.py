@@ -90,7 +90,10 @@ def main(arguments: list[str]) -> int:
     for warning in warnings(config):
         print(f"note: {warning}", file=sys.stderr)
     phase = largest_phase(config)
-    ranks = rehearsal.different_ranks(phase, world) if chosen.rank == "all" else [int(chosen.rank)]
+    if chosen.rank == "all":
+        ranks = rehearsal.different_ranks(phase, world)
+    else:
+        ranks = [int(chosen.rank)]
     try:
         process = rehearsal.RehearsalProcess(GPUS[chosen.gpu], packages)
         rehearsals = [process.rehearse(phase, world, rank, not chosen.no_kernels) for rank in ranks]

@@ -73,4 +73,6 @@ def main(arguments: list[str]) -> int:
     shown = list(records.read().values())
     output.write_text(suite_page.page(shown, suite.code_digest()))
     print(output)
-    return 0 if is_done and not any("failed" in record for record in shown) else 1
+    if is_done and not any("failed" in record for record in shown):
+        return 0
+    return 1

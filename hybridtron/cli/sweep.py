@@ -73,7 +73,10 @@ def main(arguments: list[str]) -> int:
     steps = steps_of(sweep, folder)
     if chosen.plan:
         for run in sweep.runs:
-            about = "finished" if folder.is_finished(run.name) else f"at step {folder.step(run.name)}"
+            if folder.is_finished(run.name):
+                about = "finished"
+            else:
+                about = f"at step {folder.step(run.name)}"
             console.print(f"{run.name}: {about} of {steps[run.name] or 'as many as its phases say'}")
         return 0
     try:
@@ -162,7 +165,10 @@ def report(sweep: Sweep, folder: Folder, console: Console) -> None:
         table.add_row(*row)
     console.print(table)
     page = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
-    note = f"Mean ± standard error over `{SEED}`, where there are several." if SEED in sweep.axes else ""
+    if SEED in sweep.axes:
+        note = f"Mean ± standard error over `{SEED}`, where there are several."
+    else:
+        note = ""
     write_whole(folder.path / "table.md", "\n".join([f"# {folder.path.name}", "", *page, "", note]).strip() + "\n")
     write_whole(folder.path / "runs.jsonl", "".join(json.dumps(x) + "\n" for x in results.lines(sweep, folder)))
     file_names = ["table.md", "runs.jsonl"]
@@ -183,7 +189,10 @@ def draw(sweep: Sweep, shown: Sequence[results.Point], output: Path) -> None:
     with picture(output) as axes:
         for label, points in _curves(shown, along).items():
             values = [point.found[metric] for point in points]
-            places = list(range(len(points))) if along is None else [float(point.values[along]) for point in points]
+            if along is None:
+                places = list(range(len(points)))
+            else:
+                places = [float(point.values[along]) for point in points]
             errors = [value.error or 0.0 for value in values]
             axes.errorbar(
                 places, [value.mean for value in values], errors, marker="o", capsize=3, label=label or metric
@@ -211,7 +220,10 @@ def _curves(shown: Sequence[results.Point], along: str | None) -> dict[str, list
     curves: dict[str, list[results.Point]] = {}
     for point in shown:
         settings = [f"{key}={value}" for key, value in point.values.items() if key != along]
-        label = "" if along is None else " ".join([point.variant] * bool(point.variant) + settings)
+        if along is None:
+            label = ""
+        else:
+            label = " ".join([point.variant] * bool(point.variant) + settings)
         curves.setdefault(label, []).append(point)
     if along is not None:
         sort: Callable[[results.Point], float] = lambda point: float(point.values[along])  # noqa: E731

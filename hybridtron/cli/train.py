@@ -67,7 +67,10 @@ def main(arguments: list[str]) -> int:
         for warning in [*warnings(config), *vocabulary_warnings(config)] if first else ():
             print(f"warning: {warning}", file=sys.stderr)
         requests = StopRequests(config.run, is_main=first)
-        lock = RunLock(Path(config.run.dir), lambda: bool(requests.received)) if first else nullcontext()
+        if first:
+            lock = RunLock(Path(config.run.dir), lambda: bool(requests.received))
+        else:
+            lock = nullcontext()
         with requests, lock:
             with lean_imports.uncollected():  # imports torch, which the checks do without
                 from hybridtron.evaluate.in_training import in_training

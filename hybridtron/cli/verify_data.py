@@ -32,7 +32,10 @@ def main(arguments: list[str]) -> int:
     )
     chosen = parser.parse_args(arguments)
     if not chosen.folder.is_dir():
-        why = "is not a folder" if chosen.folder.exists() else "does not exist"
+        if chosen.folder.exists():
+            why = "is not a folder"
+        else:
+            why = "does not exist"
         raise Unusable(f"{chosen.folder} {why}; a dataset with a URL is verified where it was prepared")
     with progress_bar(f"{chosen.folder}: shards") as report_progress:
         report = verify(chosen.folder, chosen.workers, report_progress)
@@ -45,7 +48,10 @@ def main(arguments: list[str]) -> int:
 def summary(folder: Path, report: FolderReport) -> str:
     """Format the summary line of a report."""
     faults = len(report.faults)
-    verdict = f"{faults} fault{'s' if faults > 1 else ''}" if faults else "all well"
+    if faults:
+        verdict = f"{faults} fault{'s' if faults > 1 else ''}"
+    else:
+        verdict = "all well"
     sources = f"{report.sources} source{'' if report.sources == 1 else 's'}"
     shards = f"{report.shards} shard{'' if report.shards == 1 else 's'}"
     return f"{folder}: {sources}, {shards}, {readable(report.tokens)} tokens: {verdict}"

@@ -76,7 +76,9 @@ def last_of(folder: Folder, config: Config, command: str) -> ArrayJob:
 
 def _stage(run: SweepRun, runs: Mapping[str, SweepRun]) -> int:
     """Return how many runs must end one after another before this run can start."""
-    return 0 if run.start is None else 1 + _stage(runs[run.start], runs)
+    if run.start is None:
+        return 0
+    return 1 + _stage(runs[run.start], runs)
 
 
 def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
@@ -176,7 +178,10 @@ def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str
             jobs.append(scheduler.submit(array.script_path, jobs[-1] if jobs else None))
             write_whole(notes, json.dumps({"jobs": jobs}))
     except SlurmError as error:
-        submitted = f"; submitted before that, and still queued: {' '.join(jobs)}" if jobs else ""
+        if jobs:
+            submitted = f"; submitted before that, and still queued: {' '.join(jobs)}"
+        else:
+            submitted = ""
         raise Unusable(f"{error}{submitted}") from error
     return jobs
 

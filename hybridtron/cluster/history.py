@@ -54,7 +54,10 @@ def decide(history: Sequence[Attempt]) -> Attempt:
     `history` has the attempts of one chain of jobs, oldest first.
     """
     last = history[-1]
-    how = f"{last.outcome}: {last.reason}" if last.reason else last.outcome
+    if last.reason:
+        how = f"{last.outcome}: {last.reason}"
+    else:
+        how = last.outcome
     futile = [attempt for attempt in history if not attempt.excluded][-FUTILE:]
     if last.outcome == "finished":
         return replace(last, decision="done", why="the run has finished")
@@ -115,4 +118,6 @@ def _outcome(found: dict[str, Any], code: int | None, stopped: bool) -> tuple[Ou
 def outcome_written(run_dir: Path) -> int | None:
     """Return the time in ns at which outcome.json was written; None if there is none."""
     path = run_dir / "outcome.json"
-    return path.stat().st_mtime_ns if path.exists() else None
+    if path.exists():
+        return path.stat().st_mtime_ns
+    return None

@@ -44,7 +44,10 @@ def directives(job: SlurmJob) -> dict[str, str]:
     cluster = job.cluster
     fitting = job.fitting
     elastic = len(fitting) > 1
-    nodes = f"{fitting[0]}-{fitting[-1]}" if elastic else str(fitting[-1])
+    if elastic:
+        nodes = f"{fitting[0]}-{fitting[-1]}"
+    else:
+        nodes = str(fitting[-1])
     chosen = {
         "run.name": "--job-name=" + re.sub(r"[^\w.-]+", "-", job.name, flags=re.ASCII),
         "nodes": f"--nodes={nodes}",
@@ -104,7 +107,9 @@ def script(job: SlurmJob) -> str:
 
 
 def _option(name: str, value: object) -> str | None:
-    return None if value is None else f"{name}={value}"
+    if value is None:
+        return None
+    return f"{name}={value}"
 
 
 def steps(name: str) -> str:
@@ -115,7 +120,10 @@ def steps(name: str) -> str:
 
 def software(cluster: ClusterConfig) -> list[str]:
     """Return the lines that load modules, activate the environment and export variables."""
-    lines = [f"module load {shlex.join(cluster.modules)}"] if cluster.modules else []
+    if cluster.modules:
+        lines = [f"module load {shlex.join(cluster.modules)}"]
+    else:
+        lines = []
     if cluster.venv:
         lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(f'{cluster.venv}/bin/activate')}"]
     return lines + [f"export {name}={_text(value)}" for name, value in cluster.environment.items()]
@@ -151,4 +159,6 @@ def commands(job: SlurmJob) -> dict[str, list[str]]:
 def _text(value: str) -> str:
     """Quote a value even if the shell does not require it, because `=mlx5_0` without quotes looks like a mistake."""
     quoted = shlex.quote(value)
-    return quoted if quoted != value else f"'{value}'"
+    if quoted != value:
+        return quoted
+    return f"'{value}'"

@@ -106,7 +106,10 @@ def gpu_faults(count: int) -> list[str]:
         num_gpus = len(_nvidia_smi("gpu", "index"))
     except (OSError, subprocess.SubprocessError) as error:
         return [f"nvidia-smi fails: {error}"]
-    faults = [f"has {num_gpus} GPUs, {count} are required"] if num_gpus != count else []
+    if num_gpus != count:
+        faults = [f"has {num_gpus} GPUs, {count} are required"]
+    else:
+        faults = []
     return faults + [
         f"GPU {index}: {name} is {value}"
         for name, values in values_of.items()
@@ -139,7 +142,10 @@ def compare_nodes(report: NodeReport, checks: ChecksConfig) -> None:
     launch = launched()
     if launch.world_size == 1:
         return
-    backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
+    if compute_device().type == "cpu":
+        backend = "gloo"
+    else:
+        backend = "cpu:gloo,cuda:nccl"
     place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timedelta(seconds=checks.timeout)}
     dist.init_process_group(backend, init_method="env://", **place)
     dist.barrier()

@@ -64,7 +64,10 @@ def device_problems(config: Config) -> Iterator[Problem]:
 def resume_problems(resume: str) -> Iterator[Problem]:
     """Report a value of run.resume other than `auto`, because it would apply to every start of the job."""
     if resume != "auto":
-        does = "begin from scratch" if resume == "never" else "resume there"
+        if resume == "never":
+            does = "begin from scratch"
+        else:
+            does = "resume there"
         cure = "use auto; another run.dir starts from scratch, and a checkpoint in its checkpoints/ is resumed from"
         yield Problem("run.resume", f"is {resume!r}, but each start of the job would {does}: {cure}")
 

@@ -70,7 +70,10 @@ def submit(script: Path, after: str | None) -> str:
 
     It starts after the job `after` has ended, whether that succeeded or failed; at once if `after` is None.
     """
-    dependency = [] if after is None else [f"--dependency=afterany:{after}"]
+    if after is None:
+        dependency = []
+    else:
+        dependency = [f"--dependency=afterany:{after}"]
     return _output(["sbatch", "--parsable", *dependency, str(script)]).strip().partition(";")[0]
 
 
@@ -94,7 +97,14 @@ def seconds(time: str) -> int | None:
         return None
     days, first, second, third = (int(text or 0) for text in matched.groups())
     from_hours = matched["days"] is not None or matched["c"] is not None  # otherwise the first number is minutes
-    hours, minutes, rest = (first, second, third) if from_hours else (0, first, second)
+    if from_hours:
+        hours = first
+        minutes = second
+        rest = third
+    else:
+        hours = 0
+        minutes = first
+        rest = second
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 

@@ -69,13 +69,18 @@ class Status:
     @property
     def step(self) -> int:
         """The last step with metrics; 0 before the first."""
-        return self.lines[-1]["step"] if self.lines else 0
+        if self.lines:
+            return self.lines[-1]["step"]
+        return 0
 
     @property
     def phase(self) -> str:
         """Name and number of the phase that the next step belongs to."""
         phases = resolve(self.config)
-        now = phase_continuing_at(phases, self.step) if self.step < phases[-1].end_step else phases[-1]
+        if self.step < phases[-1].end_step:
+            now = phase_continuing_at(phases, self.step)
+        else:
+            now = phases[-1]
         return now.settings.name + (f" ({now.index + 1} of {len(phases)})" if len(phases) > 1 else "")
 
     @property
@@ -88,7 +93,9 @@ class Status:
         counted = same[1:] or same
         seconds = sum(line["step_time"] for line in counted)
         tokens = sum(line["tokens_per_second"] * line["step_time"] for line in counted)
-        return tokens / seconds if seconds > 0 else None
+        if seconds > 0:
+            return tokens / seconds
+        return None
 
     @property
     def left_s(self) -> float | None:
@@ -133,7 +140,10 @@ def show(found: Sequence[Status], console: Console) -> None:
         speed = run.tokens_per_second
         left = run.left_s
         loss = run.lines[-1]["loss"] if run.lines else None
-        done_at = "" if left is None else time.strftime("%F %H:%M", time.localtime(time.time() + left))
+        if left is None:
+            done_at = ""
+        else:
+            done_at = time.strftime("%F %H:%M", time.localtime(time.time() + left))
         table.add_row(
             str(run.folder),
             run.state,
@@ -164,12 +174,17 @@ def _state(
         return "stopped", attempts[-1].why
     outcome = read_record(folder / "outcome.json")
     if outcome:
-        where = f"rank {outcome['rank']}: " if "rank" in outcome else ""
+        if "rank" in outcome:
+            where = f"rank {outcome['rank']}: "
+        else:
+            where = ""
         return str(outcome["outcome"]), f"{where}{outcome['reason']}" if "reason" in outcome else ""
     if not lines:
         return "begun", "no step yet, and no word of an end"
     silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    return ("running", "") if silent < SILENT_S else ("silent", f"the last step was {clock(silent)} ago")
+    if silent < SILENT_S:
+        return ("running", "")
+    return ("silent", f"the last step was {clock(silent)} ago")
 
 
 def _state_in_queue(jobs: list[Queued], attempts: list[Attempt]) -> tuple[str, str]:
@@ -187,7 +202,10 @@ def _state_in_queue(jobs: list[Queued], attempts: list[Attempt]) -> tuple[str, s
         return state, f"job {job.job} waits ({job.reason}) until: scontrol release {job.job}"
     if state != "queued":
         return state, f"job {job.job} is {own_words} on {job.nodes}"
-    before = f"; before that {attempts[-1].outcome}: {attempts[-1].why}" if attempts and attempts[-1].why else ""
+    if attempts and attempts[-1].why:
+        before = f"; before that {attempts[-1].outcome}: {attempts[-1].why}"
+    else:
+        before = ""
     return state, f"job {job.job} waits ({job.reason}), start {job.start}{before}"
 
 

@@ -85,7 +85,10 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
         for text in node_counts
         if not (text.isdecimal() and int(text) >= 1)
     ]
-    nodes = int(node_counts[-1]) if node_counts and not problems else 1
+    if node_counts and not problems:
+        nodes = int(node_counts[-1])
+    else:
+        nodes = 1
     if chain < 1:
         problems.append(Problem("--chain", f"is {chain}, must be at least 1"))
     try:
@@ -116,7 +119,10 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
     cluster = config.cluster
     if cluster.gpus_per_node:
         cluster = replace(cluster, environment=wanted_variables(config.parallel) | cluster.environment)
-    fewer = range(1, nodes) if cluster.on_lost_node is LostNode.smaller and cluster.processes >= 1 else ()
+    if cluster.on_lost_node is LostNode.smaller and cluster.processes >= 1:
+        fewer = range(1, nodes)
+    else:
+        fewer = ()
     phases = resolve(config)
     arguments, files = carried(settings)
     fitting = [n for n in fewer if not any(any(parallel_problems(item, n * cluster.processes)) for item in phases)]
@@ -230,7 +236,9 @@ def _git(*arguments: str) -> str | None:
         done = subprocess.run(["git", *arguments], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.rstrip() if done.returncode == 0 else None
+    if done.returncode == 0:
+        return done.stdout.rstrip()
+    return None
 
 
 def _clusters() -> str:

@@ -35,5 +35,8 @@ ONE_QUEUE = WantedVariable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "for parallel.ten
 
 def wanted_variables(parallel: ParallelConfig) -> dict[str, str]:
     """Return the variables, with their values, for processes that have one GPU each."""
-    variables = (ALLOCATOR, ONE_QUEUE) if parallel.tensor > 1 else (ALLOCATOR,)
+    if parallel.tensor > 1:
+        variables = (ALLOCATOR, ONE_QUEUE)
+    else:
+        variables = (ALLOCATOR,)
     return {variable.name: variable.value for variable in variables}

@@ -61,11 +61,10 @@ def _composed_once(
             store.store(choice.name, choice.file.node, choice.group, choice.file.package)
     weights.register()
     configs, *extra_folders = folders
-    further = (
-        [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in extra_folders)}]"]
-        if extra_folders
-        else []
-    )
+    if extra_folders:
+        further = [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in extra_folders)}]"]
+    else:
+        further = []
     try:
         with initialize_config_dir(str(configs), version_base=None):
             overrides = [f"{choice.group}={choice.name}" for choice in choices]

@@ -64,7 +64,9 @@ def _beside(model: ModelConfig, name: str) -> str | None:
         for multiplier in MULTIPLIERS
         if getattr(model, multiplier) != 1 and multiplier not in MULTIPLIED.get(name, ())
     ]
-    return f"it has {unsupported[0]}={getattr(model, unsupported[0])}" if unsupported else None
+    if unsupported:
+        return f"it has {unsupported[0]}={getattr(model, unsupported[0])}"
+    return None
 
 
 UNTIED = ("NemotronHForCausalLM",)

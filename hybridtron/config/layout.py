@@ -141,7 +141,12 @@ def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
     high = sums[-1]
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _chunks_needed(sums, middle) <= chunks else (middle + 1, high)
+        if _chunks_needed(sums, middle) <= chunks:
+            low = low
+            high = middle
+        else:
+            low = middle + 1
+            high = high
     squares = {0: 0}  # smallest sum of squares of the chunks so far, by the index at which the last one ends
     came_from: list[dict[int, int]] = []
     for chunk in range(1, chunks + 1):
@@ -196,7 +201,10 @@ def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
     if world_size >= 1 and world_size % model_ranks == 0:
         return []
     fitting = " or ".join(map(str, multiples_near(model_ranks, world_size)))
-    times = f" times parallel.context={parallel.context}" if parallel.context > 1 else ""
+    if parallel.context > 1:
+        times = f" times parallel.context={parallel.context}"
+    else:
+        times = ""
     message = (
         f"is {parallel.tensor}, times parallel.pipeline={parallel.pipeline}{times} makes {model_ranks} ranks a model, "
         f"which {world_size} process{'es' * (world_size != 1)} can't be shared into: start {fitting}"

@@ -103,9 +103,10 @@ def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str]
     files: list[OutsideFile] = []
     for setting in settings:
         group, _, name = setting.partition("=")
-        file = (
-            chosen(group, RENAMED.get(name, name), _known(group, configs)).file if group in groups_of(configs) else None
-        )
+        if group in groups_of(configs):
+            file = chosen(group, RENAMED.get(name, name), _known(group, configs)).file
+        else:
+            file = None
         arguments.append(f"{group}={file.name}" if file else setting)
         files += [file] if file else []
     return arguments, files
@@ -151,7 +152,9 @@ def _plain(value: Any) -> Any:
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    return value.name if isinstance(value, Enum) else value
+    if isinstance(value, Enum):
+        return value.name
+    return value
 
 
 def _text(dumper: Any, text: str) -> yaml.ScalarNode:
@@ -184,8 +187,12 @@ def _recipe_meant(configs: Path, text: str) -> str | None:
     if is_path(text) and is_file(text):
         path = Path(text).absolute()
         is_shipped = path.is_relative_to(folder := (configs / "recipe").absolute())
-        return path.relative_to(folder).with_suffix("").as_posix() if is_shipped else text
-    return text if text in _known("recipe", configs) else None
+        if is_shipped:
+            return path.relative_to(folder).with_suffix("").as_posix()
+        return text
+    if text in _known("recipe", configs):
+        return text
+    return None
 
 
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
@@ -231,7 +238,10 @@ def _begin_sections(config: DictConfig, key: str) -> None:
 
 def _set_letter(config: DictConfig, key: str, options: Any) -> None:
     """Override options of a letter. A new kind replaces all options, since it may not know the old ones."""
-    before = OmegaConf.select(config, f"{key}.kind") if key.startswith("model.") else None
+    if key.startswith("model."):
+        before = OmegaConf.select(config, f"{key}.kind")
+    else:
+        before = None
     another = isinstance(options, dict) and before is not None and options.get("kind", before) != before
     OmegaConf.update(config, key, options, merge=not another, force_add=True)
 
@@ -257,7 +267,9 @@ def _value(text: str, is_text: bool) -> Any:
         if is_text:
             return text
         raise
-    return value if not is_text or value is None or isinstance(value, str) else text
+    if not is_text or value is None or isinstance(value, str):
+        return value
+    return text
 
 
 def _typed(config: Any, found: list[Problem]) -> Config:

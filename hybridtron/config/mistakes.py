@@ -66,7 +66,10 @@ def not_settings(arguments: Sequence[str], recipe_meant: Callable[[str], str | N
         key, equals, value = argument.partition("=")
         name = key.lstrip("-").replace("-", "_")
         if key.startswith("-") and name:
-            taken = following if not equals and following is not None and "=" not in following else None
+            if not equals and following is not None and "=" not in following:
+                taken = following
+            else:
+                taken = None
             if name in CONFIG_OPTIONS:
                 cure = "name a file of your own by its path, recipe=./mine.yaml, or put it into configs/recipe/ here"
                 yield Problem(argument, f"is no option: {cure}")
@@ -84,15 +87,24 @@ def unknown_key(config: DictConfig, key: str) -> Problem | None:
         where = ".".join(parts[:depth]) or "the configuration"
         if isinstance(node, ListConfig):
             if not (name.isdigit() and int(name) < len(node)):
-                more = "; further phases are written into a recipe" if where == "phases" else ""
+                if where == "phases":
+                    more = "; further phases are written into a recipe"
+                else:
+                    more = ""
                 return Problem(key, f"{where} has no entry {name!r}; it has {len(node)}, numbered from 0{more}")
             node = node[int(name)]
         elif isinstance(node, DictConfig) and name in node.keys():  # noqa: SIM118 (a key without value is not `in`)
             node = node._get_node(name)
         else:
-            names = [str(n) for n in node] if isinstance(node, DictConfig) else []
+            if isinstance(node, DictConfig):
+                names = [str(n) for n in node]
+            else:
+                names = []
             names = names if depth else ["recipe", *names]  # recipe is a group, not a section
-            known = f"; it has: {', '.join(names)}" if names else " below it"
+            if names:
+                known = f"; it has: {', '.join(names)}"
+            else:
+                known = " below it"
             return Problem(key, f"{where} has no {name!r}{_meant(config, parts[-1], name, names)}{known}")
     return None
 
@@ -116,8 +128,13 @@ def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseExc
 
 def _entries(key: str, node: object) -> str:
     """Describe a section's content: its keys if it has any, else entries in braces."""
-    keys = [str(name) for name in node] if isinstance(node, DictConfig) else []
-    return f"set by its keys: {', '.join(f'{key}.{name}' for name in keys)}" if keys else "entries in braces"
+    if isinstance(node, DictConfig):
+        keys = [str(name) for name in node]
+    else:
+        keys = []
+    if keys:
+        return f"set by its keys: {', '.join(f'{key}.{name}' for name in keys)}"
+    return "entries in braces"
 
 
 def not_a_value(key: str, text: str) -> Problem:
@@ -148,5 +165,9 @@ def node_of(config: DictConfig, key: str) -> Any:
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(config, parent) if parent else config
     if isinstance(node, ListConfig):
-        return node._get_node(int(name)) if name.isdigit() and int(name) < len(node) else None
-    return node._get_node(name, validate_access=False) if isinstance(node, DictConfig) else None
+        if name.isdigit() and int(name) < len(node):
+            return node._get_node(int(name))
+        return None
+    if isinstance(node, DictConfig):
+        return node._get_node(name, validate_access=False)
+    return None

@@ -68,7 +68,9 @@ def _pairs(arch: Architecture) -> str | None:
 
 def _are_pairs(arch: Architecture) -> str | None:
     """Check that the number of sub-layers is even."""
-    return "its last sub-layer has no MLP after it" if len(arch.specs) % 2 else None
+    if len(arch.specs) % 2:
+        return "its last sub-layer has no MLP after it"
+    return None
 
 
 def _attention(
@@ -106,7 +108,9 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = F
     if spec.positions is None:
         return "its attention has no rotary positions"
     if (spec.window is not None) is not windowed:
-        return "its attention has a window" if spec.window else "its attention has no window"
+        if spec.window:
+            return "its attention has a window"
+        return "its attention has no window"
     return None
 
 
@@ -160,7 +164,9 @@ def _expanded(arch: Architecture) -> str | None:
     """Check that Mamba-2's heads together are `expand` times the model's width, as its classes assume."""
     mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
     same = mamba.inner(arch.sizes) == mamba.expand * arch.sizes.width
-    return None if same else "its mamba2 has heads that are together not as wide as expand * model.width"
+    if same:
+        return None
+    return "its mamba2 has heads that are together not as wide as expand * model.width"
 
 
 def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
@@ -178,7 +184,9 @@ def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
         return misfit
     if attention[0].positions is not None:
         return "its attention has rotary positions"
-    return "its attention has a window" if attention[0].window is not None else None
+    if attention[0].window is not None:
+        return "its attention has a window"
+    return None
 
 
 def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionSpec]]:
@@ -186,7 +194,9 @@ def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionS
     mixers = halves(arch)[0]
     recurrent = [spec for spec in mixers if isinstance(spec, GatedDeltaNetSpec)]
     attention = [spec for spec in mixers if isinstance(spec, AttentionSpec)]
-    return (recurrent, attention) if len(recurrent) + len(attention) == len(mixers) else ([], [])
+    if len(recurrent) + len(attention) == len(mixers):
+        return (recurrent, attention)
+    return ([], [])
 
 
 def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool) -> str | None:
@@ -202,7 +212,9 @@ def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool
     if attention[0].window is not None:
         return "its attention has a window"
     misplaced = [mlp for mixer, mlp in zip(mixers, mlps, strict=True) if mlp.norm_after is not mixer.norm_after]
-    return "its MLPs do not have their norm where the mixers before them have it" if misplaced else None
+    if misplaced:
+        return "its MLPs do not have their norm where the mixers before them have it"
+    return None
 
 
 def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:
@@ -272,12 +284,16 @@ def _falcon_h1(arch: Architecture, norm_eps: float) -> str | None:
         return "its attention has no rotary positions"
     if beside.window is not None:
         return "its attention has a window"
-    return _same_eps(first, norm_eps) if first.norm else None
+    if first.norm:
+        return _same_eps(first, norm_eps)
+    return None
 
 
 def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: float) -> str | None:
     same = spec.norm_eps == norm_eps
-    return None if same else f"its {spec.kind} has norm_eps={spec.norm_eps}, not model.norm_eps={norm_eps}"
+    if same:
+        return None
+    return f"its {spec.kind} has norm_eps={spec.norm_eps}, not model.norm_eps={norm_eps}"
 
 
 Misfit = Callable[[Architecture, float], str | None]

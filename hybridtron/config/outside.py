@@ -56,7 +56,11 @@ class OutsideFile:
     def package(self) -> str:
         """Section that the file's keys belong to: its `@package`, else everything for a recipe, else its group."""
         package = _PACKAGE.search(self.text)
-        return package[1] if package else "_global_" if self.group == "recipe" else self.group
+        if package:
+            return package[1]
+        if self.group == "recipe":
+            return "_global_"
+        return self.group
 
 
 def own_folder(configs: Path) -> Path | None:
@@ -134,7 +138,10 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
         file = OutsideFile("recipe" if group == "model" else group, path, text)
         keys = file.node
     except (FileNotFoundError, NotADirectoryError):
-        near = f"{path}.yaml" if is_file(f"{path}.yaml") else Path(path).stem
+        if is_file(f"{path}.yaml"):
+            near = f"{path}.yaml"
+        else:
+            near = Path(path).stem
         hint = did_you_mean(near, [near] if near != Path(path).stem else names)
         raise ConfigError([Problem(group, f"names {path}, and there is no such file{hint}")]) from None
     except (OSError, ValueError, RuntimeError, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -147,7 +154,10 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
 def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
     """Return the problem for a name that neither the package nor the user's configs/ has, with the nearest names."""
     nearest = difflib.get_close_matches(name, names, NEAREST, cutoff=0)
-    known = f"have: {', '.join(names)}" if len(names) <= NEAREST else f"nearest: {', '.join(nearest)}"
+    if len(names) <= NEAREST:
+        known = f"have: {', '.join(names)}"
+    else:
+        known = f"nearest: {', '.join(nearest)}"
     path = next((path for path in (f"./{name}", f"./{name}.yaml") if is_file(path)), "./NAME.yaml")
     meant = did_you_mean(name, names)
     return Problem(group, f"has no {name!r}{meant}; {known}; or a file of your own: {group}={path}")

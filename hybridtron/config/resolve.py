@@ -84,7 +84,9 @@ class ResolvedPhase:
         """
         adapters = self.model.adapters
         named = self.settings.train
-        return named if adapters is None else [ADAPTERS, *LEARNING_BESIDE[adapters.preset], *(named or ())]
+        if adapters is None:
+            return named
+        return [ADAPTERS, *LEARNING_BESIDE[adapters.preset], *(named or ())]
 
     def learns(self, name: str) -> bool:
         """Check if the phase trains this weight."""
@@ -96,8 +98,13 @@ class ResolvedPhase:
 
         Otherwise it starts from weights with which those adapters have been merged.
         """
-        before = None if self.before is None else self.before.model.adapters
-        return before is None if self.model.adapters is None else self.model.adapters.continues(before)
+        if self.before is None:
+            before = None
+        else:
+            before = self.before.model.adapters
+        if self.model.adapters is None:
+            return before is None
+        return self.model.adapters.continues(before)
 
     @property
     def documents(self) -> Documents:
@@ -121,14 +128,18 @@ class ResolvedPhase:
     @property
     def chunks_together(self) -> int:
         """Chunks per lane in one forward pass: all of a step if gradients flow through them, else 1."""
-        return self.states.chunks if self.states.through_time else 1
+        if self.states.through_time:
+            return self.states.chunks
+        return 1
 
     @property
     def carried_kinds(self) -> list[StateKind]:
         """Kinds of states that are carried: as set, or all for tbtt, else only recurrent states."""
         if self.states.carry is not None:
             return self.states.carry
-        return list(StateKind) if self.states.mode is StateMode.tbtt else [StateKind.ssm]
+        if self.states.mode is StateMode.tbtt:
+            return list(StateKind)
+        return [StateKind.ssm]
 
     @cached_property
     def growth(self) -> Growth:
@@ -137,7 +148,9 @@ class ResolvedPhase:
     @cached_property
     def start_step(self) -> int:
         """Steps that the run has done when the phase begins."""
-        return 0 if self.before is None else self.before.end_step
+        if self.before is None:
+            return 0
+        return self.before.end_step
 
     @cached_property
     def end_step(self) -> int:
@@ -148,7 +161,9 @@ class ResolvedPhase:
     @cached_property
     def tokens_before(self) -> int:
         """Tokens that the run has read when the phase begins."""
-        return 0 if self.before is None else self.before.tokens_before + self.before.tokens
+        if self.before is None:
+            return 0
+        return self.before.tokens_before + self.before.tokens
 
     @property
     def tokens(self) -> int:
@@ -219,7 +234,9 @@ def resolve(config: Config) -> tuple[ResolvedPhase, ...]:
 def last_step(config: Config) -> int:
     """Return the step at which the run ends: after its phases, or at run.max_steps."""
     end = resolve(config)[-1].end_step
-    return end if config.run.max_steps is None else min(end, config.run.max_steps)
+    if config.run.max_steps is None:
+        return end
+    return min(end, config.run.max_steps)
 
 
 def phase_ending_at(phases: Sequence[ResolvedPhase], step: int) -> ResolvedPhase:
@@ -253,7 +270,10 @@ def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for name, value in chosen.items():
         old_value = merged.get(name)
         both_hold_options = isinstance(value, dict) and isinstance(old_value, dict)
-        merged[name] = _with(old_value, value) if both_hold_options else value
+        if both_hold_options:
+            merged[name] = _with(old_value, value)
+        else:
+            merged[name] = value
     return merged
 
 
@@ -264,7 +284,9 @@ def _as_named_now(options: dict[str, Any], kind: object) -> dict[str, Any]:
     """
     spec = SPECS.get(str(options.get("kind", kind)))
     with suppress(ValueError):
-        return options if spec is None else spec.renamed(options)
+        if spec is None:
+            return options
+        return spec.renamed(options)
     return options
 
 

@@ -41,7 +41,10 @@ def read_saved(path: Path) -> DictConfig:
         faults = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in references(values)]
         merged = OmegaConf.unsafe_merge(pickle.loads(_defaults()), values)  # may reuse nodes: no one else holds these
     except OmegaConfBaseException as error:
-        where = f"{path}: {error.full_key}" if error.full_key else str(path)
+        if error.full_key:
+            where = f"{path}: {error.full_key}"
+        else:
+            where = str(path)
         raise ConfigError([Problem(where, str(error).splitlines()[0])]) from error
     except (YAMLError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError([Problem(str(path), f"can't be read: {str(error).splitlines()[0]}")]) from error
@@ -82,7 +85,10 @@ def spelled_secrets(values: Any, key: str = "") -> Iterator[Problem]:
 def _without_dropped(values: Any) -> Any:
     """Remove keys from older versions that could have only one value and no longer exist."""
     for section, names in DROPPED.items():
-        node = values.get(section) if isinstance(values, DictConfig) else None
+        if isinstance(values, DictConfig):
+            node = values.get(section)
+        else:
+            node = None
         for name in names:
             if isinstance(node, DictConfig) and node.get(name) == 1:
                 del node[name]

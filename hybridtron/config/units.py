@@ -14,7 +14,10 @@ FORMS = "a number of tokens such as 4M, 20B or 3.2T"
 def parse_tokens(text: str) -> int:
     """Parse tokens: `20B` -> 20000000000. Raises ValueError for any other form."""
     match = _AMOUNT.fullmatch(text)
-    amount = float(match[1].replace("_", "")) * _UNITS[match[2].upper()] if match else math.inf
+    if match:
+        amount = float(match[1].replace("_", "")) * _UNITS[match[2].upper()]
+    else:
+        amount = math.inf
     if math.isinf(amount):
         raise ValueError(f"{text!r} is not {FORMS}")
     return round(amount)

@@ -80,7 +80,9 @@ def tokenizer_of(folder: str) -> Path | None:
     """Return a checkpoint's tokenizer.json, or that of a run's newest checkpoint; None if there is none."""
     path = Path(folder_of(folder))
     tokenizers = sorted(path.glob("checkpoints/step-*/tokenizer.json"), reverse=True) or [path / "tokenizer.json"]
-    return tokenizers[0] if tokenizers[0].is_file() else None
+    if tokenizers[0].is_file():
+        return tokenizers[0]
+    return None
 
 
 def unknown(config: DictConfig) -> list[Problem]:
@@ -103,7 +105,10 @@ def _saved(folder: str) -> dict[str, Any]:
     """
     path = Path(folder_of(folder)) / "config.yaml"
     if not (exists := is_folder(folder_of(folder))) or not path.is_file():
-        why = f"has no config.yaml: name {WHAT}" if exists else f"is not there: name {WHAT}"
+        if exists:
+            why = f"has no config.yaml: name {WHAT}"
+        else:
+            why = f"is not there: name {WHAT}"
         raise ConfigError([Problem(KEY, f"{shortened(folder)} {why}")])
     try:
         return _parsed(path, path.stat().st_mtime_ns)

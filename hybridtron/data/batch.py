@@ -116,7 +116,10 @@ class SeqInfo:
             rows, length = self.positions_BL.shape
             borders = range(0, (rows + 1) * length, length)
             if self.documents_BL is not None:
-                borders_E = document_borders(self.documents_BL) if self.borders_E is None else self.borders_E
+                if self.borders_E is None:
+                    borders_E = document_borders(self.documents_BL)
+                else:
+                    borders_E = self.borders_E
                 borders = borders_E.tolist()
             self._spans.extend([] for _ in range(rows))
             for begin, end in pairwise(borders):
@@ -129,7 +132,10 @@ class SeqInfo:
 
         Call it on the CPU, where this does not wait for a device.
         """
-        borders_E = None if self.documents_BL is None else document_borders(self.documents_BL)
+        if self.documents_BL is None:
+            borders_E = None
+        else:
+            borders_E = document_borders(self.documents_BL)
         with_borders = replace(self, borders_E=borders_E)
         with_borders.spans()
         return with_borders
@@ -139,13 +145,22 @@ class SeqInfo:
 
         Values derived from the tensors are computed again.
         """
-        documents_BL = None if self.documents_BL is None else change(self.documents_BL)
+        if self.documents_BL is None:
+            documents_BL = None
+        else:
+            documents_BL = change(self.documents_BL)
         return SeqInfo(change(self.positions_BL), documents_BL, self.key, self.carried)
 
     def moved(self, move: Change) -> SeqInfo:
         """Return a copy on another device. It keeps the document boundaries that are known."""
-        borders_E = None if self.borders_E is None else move(self.borders_E)
-        share = None if self.share is None else self.share.moved(move)
+        if self.borders_E is None:
+            borders_E = None
+        else:
+            borders_E = move(self.borders_E)
+        if self.share is None:
+            share = None
+        else:
+            share = self.share.moved(move)
         return replace(self.map(move), borders_E=borders_E, share=share, _spans=self._spans)
 
     @staticmethod
@@ -179,7 +194,10 @@ class Batch:
         return self._changed(move, self.seq.moved(move))
 
     def _changed(self, change: Change, seq: SeqInfo) -> Batch:
-        continues_B = None if self.continues_B is None else change(self.continues_B)
+        if self.continues_B is None:
+            continues_B = None
+        else:
+            continues_B = change(self.continues_B)
         return Batch(change(self.tokens_BL), change(self.labels_BL), change(self.mask_BL), seq, continues_B)
 
     def bordered(self) -> Batch:
@@ -204,7 +222,9 @@ class Batch:
     def chunks(self, count: int) -> list[Batch]:
         """Split along the sequence into `count` chunks of equal length. Each chunk continues the chunk before it."""
         length = self.tokens_BL.shape[1] // count
-        return [self] if count == 1 else [self._chunk(first, length) for first in range(0, count * length, length)]
+        if count == 1:
+            return [self]
+        return [self._chunk(first, length) for first in range(0, count * length, length)]
 
     def _chunk(self, first: int, length: int) -> Batch:
         here = slice(first, first + length)

@@ -48,7 +48,9 @@ def _named(config: Config, index: int) -> tuple[str, str] | None:
     for number in range(index, 0, -1):
         if (folder := config.phases[number].init_from) is not None:
             return f"phases.{number}.init_from", folder
-    return None if config.run.weights is None else ("run.weights", config.run.weights)
+    if config.run.weights is None:
+        return None
+    return ("run.weights", config.run.weights)
 
 
 def _readable(folder: str) -> Path | None:
@@ -56,4 +58,6 @@ def _readable(folder: str) -> Path | None:
     from hybridtron.data.same_vocabulary import is_readable  # it imports tokenizers
 
     tokenizer = tokenizer_of(folder)
-    return tokenizer if tokenizer is not None and is_readable(tokenizer.read_bytes()) else None
+    if tokenizer is not None and is_readable(tokenizer.read_bytes()):
+        return tokenizer
+    return None

@@ -56,7 +56,10 @@ def _pipeline(steps: Iterator[RowArrays], rows: int, length: int) -> Any:
     )
     with pipeline:
         inputs = fn.external_source(source=steps, num_outputs=len(RowArrays._fields), batch=True)
-        tokens, documents, base, learned, continues = (array.gpu() for array in inputs) if on_gpu else inputs
+        if on_gpu:
+            tokens, documents, base, learned, continues = (array.gpu() for array in inputs)
+        else:
+            tokens, documents, base, learned, continues = inputs
         tokens = fn.cast(tokens, dtype=types.INT64)
         place = types.Constant(np.arange(length - 1, dtype=np.int64), device="gpu" if on_gpu else "cpu")
         positions = fn.cast(base[:-1], dtype=types.INT64) + place

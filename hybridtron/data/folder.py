@@ -60,9 +60,10 @@ class TokenFolder:
             folder.verified("tokenizer.json")
         except FileNotFoundError as error:
             missing = Path(error.filename).relative_to(path)
-            why = (
-                ": not a folder of prepared tokens" if str(missing) == "manifest.json" else ", which its manifest names"
-            )
+            if str(missing) == "manifest.json":
+                why = ": not a folder of prepared tokens"
+            else:
+                why = ", which its manifest names"
             raise FolderError(path, f"has no {missing}{why}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise FolderError(path, f"can't be read: {error}") from error
@@ -131,9 +132,17 @@ class TokenFolder:
             _size(self.path / name)
         for where, shard in self.manifest.shards():
             name = f"{where}/{self.manifest.stored_name(shard)}"
-            expected = shard.size if shard.packed is None else shard.packed
+            if shard.packed is None:
+                expected = shard.size
+            else:
+                expected = shard.packed
             if (actual := _size(self.path / name)) != expected:
-                kind = "empty" if not actual else "truncated" if actual < expected else "too long"
+                if not actual:
+                    kind = "empty"
+                elif actual < expected:
+                    kind = "truncated"
+                else:
+                    kind = "too long"
                 raise FolderError(self.path, f"has a shard that is {kind}: {name} has {actual} of {expected} bytes")
 
 

@@ -98,9 +98,14 @@ class Loader:
 
         Infinite without any boundary.
         """
-        per_token = self.sources.documents_per_token if self.order.documents is Documents.isolate else 0.0
+        if self.order.documents is Documents.isolate:
+            per_token = self.sources.documents_per_token
+        else:
+            per_token = 0.0
         per_token += 1 / self.order.seq_len if self.order.kind is Order.windows else 0.0
-        return 1 / per_token if per_token else math.inf
+        if per_token:
+            return 1 / per_token
+        return math.inf
 
     def micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches in a step, on the CPU. Steps count from 0 at the start of the phase."""

@@ -188,4 +188,6 @@ class DataManifest:
 
     def stored_name(self, shard: DataShard) -> str:
         """Return the name under which the folder stores a shard. It has a suffix if the shard is compressed."""
-        return shard.file if self.compression is None else f"{shard.file}.{self.compression.split(':')[0]}"
+        if self.compression is None:
+            return shard.file
+        return f"{shard.file}.{self.compression.split(':')[0]}"

@@ -32,12 +32,16 @@ class MixtureSource(NamedTuple):
     def tokens(self, split: str) -> int:
         """Return the number of tokens in a split, 0 if the source is not in it."""
         of_source = self.folder.manifest.splits[split].get(self.source)
-        return 0 if of_source is None else of_source.tokens
+        if of_source is None:
+            return 0
+        return of_source.tokens
 
     def learned(self, split: str) -> int | None:
         """Return the number of learned tokens in a split; None if it has no masks, so that all tokens are learned."""
         of_source = self.folder.manifest.splits[split].get(self.source)
-        return None if of_source is None else of_source.learned
+        if of_source is None:
+            return None
+        return of_source.learned
 
 
 def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
@@ -71,7 +75,9 @@ class NamedSource(NamedTuple):
     share: float
 
     def __str__(self) -> str:
-        return f"{self.name} {self.share:.1%} of {self.place}" if self.name else f"all of {self.place}"
+        if self.name:
+            return f"{self.name} {self.share:.1%} of {self.place}"
+        return f"all of {self.place}"
 
 
 def named_sources(data: DataConfig) -> list[NamedSource]:
@@ -79,7 +85,10 @@ def named_sources(data: DataConfig) -> list[NamedSource]:
     whole = sum(entry.weight for entry in data.mixture.values())
     sources = []
     for name, entry in data.mixture.items():
-        suffix = f", {entry.source}" if entry.source and entry.source != name else ""
+        if entry.source and entry.source != name:
+            suffix = f", {entry.source}"
+        else:
+            suffix = ""
         sources.append(NamedSource(name, f"{entry.path or data.path}{suffix}", entry.weight / whole))
     return sources or [NamedSource("", data.path, 1.0)]
 
@@ -137,13 +146,17 @@ class Epochs(NamedTuple):
     @property
     def shown_epochs(self) -> str:
         """The number of epochs, for tables."""
-        return "not here" if self.epochs is None else f"{self.epochs:.3g}"
+        if self.epochs is None:
+            return "not here"
+        return f"{self.epochs:.3g}"
 
     @property
     def shown_learned(self) -> str:
         """The learned fraction, for tables."""
         if self.learned is None:
-            return "" if self.epochs is None else "all"
+            if self.epochs is None:
+                return ""
+            return "all"
         return f"{self.learned:.1%}"
 
 
@@ -155,7 +168,10 @@ def reading_plan(found: Sequence[MixtureSource], tokens: int) -> list[Epochs]:
         share = source.weight / total_weight
         num_tokens = source.tokens("train")
         num_learned = source.learned("train")
-        learned_share = None if num_learned is None else num_learned / num_tokens
+        if num_learned is None:
+            learned_share = None
+        else:
+            learned_share = num_learned / num_tokens
         lines.append(
             Epochs(source.name, share, round(share * tokens), share * tokens / num_tokens, learned_share, source.place)
         )

@@ -63,8 +63,13 @@ def part_of_row(row: RowSpans, begin: int, length: int, part: RowPart, joined: b
     starts = [0, *ends[:-1]]
     indices = [index for index in range(len(ends)) if starts[index] <= stop and ends[index] > first]
     number = indices[0]
-    document = (0, ends[-1]) if joined else (starts[number], ends[number])  # the document of the shard's first token
-    documents = [(0, ends[-1])] if joined else list(zip(starts, ends, strict=True))
+    # the document of the shard's first token
+    if joined:
+        document = (0, ends[-1])
+        documents = [(0, ends[-1])]
+    else:
+        document = (starts[number], ends[number])
+        documents = list(zip(starts, ends, strict=True))
     position = first - document[0] + (row.position if document[0] == 0 else 0)
     return PartOfRow(
         RowSpans([_between(row.spans[index], starts[index], first, stop + 1) for index in indices], position),

@@ -31,7 +31,9 @@ def difference(held: bytes, other: bytes) -> str | None:
 
     Both must be readable. Either may have additional tokens.
     """
-    return None if held == other else _difference(held, other)
+    if held == other:
+        return None
+    return _difference(held, other)
 
 
 @lru_cache(maxsize=8)
@@ -65,7 +67,9 @@ def _ids_differ(ids: Mapping[str, int], their_ids: Mapping[str, int]) -> str | N
 def _merges_differ(ours: Tokenizer, theirs: Tokenizer) -> str | None:
     merges, their_merges = (_merges(tokenizer) for tokenizer in (ours, theirs))
     common = min(len(merges), len(their_merges))
-    return None if merges[:common] == their_merges[:common] else "the merges are others"
+    if merges[:common] == their_merges[:common]:
+        return None
+    return "the merges are others"
 
 
 def _merges(tokenizer: Tokenizer) -> list[Any]:

@@ -117,5 +117,8 @@ class Sources:
 
 def cache_options(data: DataConfig) -> CacheOptions:
     """Return the cache settings of a configuration."""
-    limit = None if data.cache_limit is None else parse_bytes(data.cache_limit)
+    if data.cache_limit is None:
+        limit = None
+    else:
+        limit = parse_bytes(data.cache_limit)
     return CacheOptions(Path(data.cache), limit, Patience(data.timeout, data.retries))

@@ -101,7 +101,10 @@ def _heard(connection: Connection, worker: BaseProcess) -> Any:
         message = connection.recv()
     except (EOFError, ConnectionResetError):
         worker.join()
-        cause = "as a rule for lack of memory: fewer --workers take less" if worker.exitcode == -signal.SIGKILL else ""
+        if worker.exitcode == -signal.SIGKILL:
+            cause = "as a rule for lack of memory: fewer --workers take less"
+        else:
+            cause = ""
         raise WorkerEnded(f"a worker ended with exit code {worker.exitcode} {cause}".rstrip()) from None
     if isinstance(message, Exception):
         raise message

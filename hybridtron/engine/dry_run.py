@@ -65,7 +65,10 @@ def faults(config: Config, ranks: list[Built]) -> list[str]:
             if name in rank.shapes:
                 by_stage[rank.pipeline_rank].append(rank.shapes[name])
         twice = config.model.tie_embeddings and name == "embedding.weight" and config.parallel.pipeline > 1
-        expected = len(homes.get(name.split(".")[1], [0])) if parameter.shared else 1 + twice
+        if parameter.shared:
+            expected = len(homes.get(name.split(".")[1], [0]))
+        else:
+            expected = 1 + twice
         if len(by_stage) != expected:
             lines.append(f"{name} stands on {len(by_stage)} stages, not {expected}")
         share = parameter.share_shape(config.parallel.mesh_sizes)

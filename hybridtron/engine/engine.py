@@ -132,7 +132,10 @@ class Engine:
         rows = len(batches[0].tokens_BL)
         rows_of_rank = rows * len(batches)
         # one chunk of each lane at a time; during a ramp, a step reads fewer lanes than the phase has
-        lanes = min(len(self._lanes), rows_of_rank) if self._lanes else rows_of_rank
+        if self._lanes:
+            lanes = min(len(self._lanes), rows_of_rank)
+        else:
+            lanes = rows_of_rank
         first = self.groups.data_rank * lanes
         positions = (divmod(number * rows, lanes) for number in range(len(batches)))
         keys = [step_key(self._seed, step, turn, first + row) for turn, row in positions]
@@ -171,7 +174,9 @@ class Engine:
     @property
     def restarted_lanes(self) -> int | None:
         """Number of lanes restarted from zero in this phase so far; None if no state is carried. Synchronizes."""
-        return int(self.carrier.restarts) if self.carrier is not None and self.carrier.holds else None
+        if self.carrier is not None and self.carrier.holds:
+            return int(self.carrier.restarts)
+        return None
 
     @torch.no_grad()
     def loss(self, batches: Sequence[Batch]) -> StepLoss:
@@ -214,7 +219,10 @@ class Engine:
             cuts = parameter.active_cuts(mesh_sizes(groups.mesh))
             main = not marked.shared and writes(name, groups, cuts, copied_over_data=True)
             weights += weight_blocks(name, [full_rectangle(weight.data)], parameter, groups.mesh, main)
-        states = [] if self.carrier is None else state_blocks(self.carrier, groups)
+        if self.carrier is None:
+            states = []
+        else:
+            states = state_blocks(self.carrier, groups)
         everywhere = partial(writes, groups=groups, cuts=(), copied_over_data=True)
         fp8 = statistics_blocks(self.statistics, everywhere)
         return {"model": weights, "optimizer": self.optimizer.blocks(), "fp8": fp8, "states": states}

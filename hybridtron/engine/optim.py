@@ -63,7 +63,10 @@ class Optimizer:
         narrow = config.precision.moments == KeptFormat.bf16
         if inner is not None and (narrow or not self.rule.in_megatron):
             settings = (config.optim.betas[0], config.optim.betas[1]), config.optim.eps
-            state_dtype = torch.bfloat16 if narrow else self.state_dtype
+            if narrow:
+                state_dtype = torch.bfloat16
+            else:
+                state_dtype = self.state_dtype
             inner = RuleOptimizer(
                 inner.param_groups, self.rule, self.shards, self.table, groups.mesh, settings, state_dtype
             )
@@ -103,10 +106,16 @@ class Optimizer:
         """
         accepted = wanted and math.isfinite(grad_norm)
         if accepted:
-            decay = self.settings.weight_decay if weight_decay is None else weight_decay
+            if weight_decay is None:
+                decay = self.settings.weight_decay
+            else:
+                decay = weight_decay
             for group in self.megatron.param_groups:
                 group["lr"] = lr
-                group["weight_decay"] = decay if self.settings.decay_all else decay * group["wd_mult"]
+                if self.settings.decay_all:
+                    group["weight_decay"] = decay
+                else:
+                    group["weight_decay"] = decay * group["wd_mult"]
             # Megatron clips only fp32 gradients; skipping it when unneeded lets an audit run in float64.
             if grad_norm > self.settings.clip and (weights := self.only.get_parameters()):
                 clip_grad_by_total_norm_fp32(weights, self.settings.clip, grad_norm)
@@ -145,19 +154,24 @@ class Optimizer:
         blocks = []
         for kind, (name, shard) in itertools.product(kinds, self.shards.items()):
             parameter = self.table[name]
-            declared = parameter if kind == "master" else parts[name].get(kind)
-            entries = None if declared is None else shard.tensor(kind)
+            if kind == "master":
+                declared = parameter
+            else:
+                declared = parts[name].get(kind)
+            if declared is None:
+                entries = None
+            else:
+                entries = shard.tensor(kind)
             if declared is None or entries is None or (kind == "master" and self._own_master(parameter)):
                 continue
             follows = declared.shape == parameter.shape  # then it is sharded over data-parallel ranks like the weight
             cuts = declared.active_cuts(mesh_sizes(self.groups.mesh))
             main = writes(name, self.groups, cuts, copied_over_data=shard.everywhere or not follows)
             main = main and not getattr(shard.weight, "shared", False)
-            flat = (
-                flat_rectangles(entries.detach().view(-1), shard.start, shard.weight.shape)
-                if follows
-                else [full_rectangle(entries)]
-            )
+            if follows:
+                flat = flat_rectangles(entries.detach().view(-1), shard.start, shard.weight.shape)
+            else:
+                flat = [full_rectangle(entries)]
             blocks += weight_blocks(f"{kind}.{name}", list(flat), declared, self.groups.mesh, main)
         return blocks
 
@@ -226,7 +240,9 @@ class Shard:
         """Return the master, the gradient before a step, or a state part; None if this rank has none."""
         if kind == "gradient" and self.master is not None:
             return self.weight.main_grad.flatten()[self.start : self.stop]
-        return self.master if kind == "master" else self.parts.get(kind)
+        if kind == "master":
+            return self.master
+        return self.parts.get(kind)
 
     def over_data(self, entries: Tensor | None) -> Tensor:
         """Assemble this tensor-parallel rank's full shard from the entries on all data-parallel ranks."""

@@ -135,7 +135,10 @@ def _forward_step(
     """
     chunk, number, batch = next(batches)
     batch = own_share(batch, groups.context).to(device)
-    states = None if carrier is None else carrier.initial(chunk, number, batch)
+    if carrier is None:
+        states = None
+    else:
+        states = carrier.initial(chunk, number, batch)
     chunks = 1 if carrier is None else carrier.together
     if carrier is not None and chunks > 1:
         through = ThroughTime(chunks, partial(carrier.handed_over, chunk), _finished)

@@ -51,7 +51,11 @@ def among_shares(inner: Reader, model: ModelConfig, context: ContextGroup) -> Re
         if shared == length:
             return by_shares(inner.forward, context, tokens_BL, states, seq, wanted)
         head, tail = slice(0, shared), slice(shared, length)
-        of_head, of_tail = (NOTHING, wanted) if wanted.of_tokens is None else map(wanted.of_tokens, (head, tail))
+        if wanted.of_tokens is None:
+            of_head = NOTHING
+            of_tail = wanted
+        else:
+            of_head, of_tail = map(wanted.of_tokens, (head, tail))
         result, states = by_shares(inner.forward, context, *_part(tokens_BL, seq, head, states), of_head)
         if seq.documents_BL is not None:
             states = from_zero(states, seq.documents_BL[:, shared] != seq.documents_BL[:, shared - 1])
@@ -67,9 +71,15 @@ def by_shares(
     """Read tokens that the ranks divide evenly; return the result and the new states on every rank."""
     length = tokens_BL.shape[1]
     shard = own_tokens(length, context)
-    of_own = wanted if wanted.of_tokens is None else wanted.of_tokens(shard)
+    if wanted.of_tokens is None:
+        of_own = wanted
+    else:
+        of_own = wanted.of_tokens(shard)
     result, after = forward(tokens_BL[:, shard], states, seq_of_share(seq, context), of_own)
-    result = of_last_share(result, context) if wanted.of_tokens is None else of_all_shares(result, context)
+    if wanted.of_tokens is None:
+        result = of_last_share(result, context)
+    else:
+        result = of_all_shares(result, context)
     return result, states_of_row(after, states or {}, length, context)
 
 
@@ -86,11 +96,17 @@ def states_of_row(own: States, before: States, length: int, context: ContextGrou
     after: States = {layer: {} for layer in own}
     for layer, name, shape, grown in value_of_last_share(parts, context):
         tensor = own[layer][name]
-        sent = tensor.new_empty(shape[0], grown or shape[1], *shape[2:]) if len(shape) > 1 else tensor.new_empty(shape)
+        if len(shape) > 1:
+            sent = tensor.new_empty(shape[0], grown or shape[1], *shape[2:])
+        else:
+            sent = tensor.new_empty(shape)
         if context.rank == context.size - 1:
             sent.copy_(tensor[:, -grown:] if grown else tensor)
         fill_from_last_share(sent, context)
-        after[layer][name] = _behind(before[layer][name], sent) if grown else sent
+        if grown:
+            after[layer][name] = _behind(before[layer][name], sent)
+        else:
+            after[layer][name] = sent
     return after
 
 

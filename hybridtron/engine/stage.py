@@ -70,8 +70,13 @@ class Stage(nn.Module):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Return the tied weight, if it is trained; Megatron sums its gradients over the first and the last stage."""
-        weight = self.model.get_parameter("embedding.weight") if self.model.tied else None
-        return None if weight is None or not weight.requires_grad else weight
+        if self.model.tied:
+            weight = self.model.get_parameter("embedding.weight")
+        else:
+            weight = None
+        if weight is None or not weight.requires_grad:
+            return None
+        return weight
 
     def forward(self, batch: Batch, states: States | None, through: ThroughTime | None = None) -> ModelOut | Ended:
         with plain_torch():
@@ -89,7 +94,10 @@ def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
     for name, weight in model.named_parameters():
         parameter = model.table[name]
         is_tied = model.tied and name == "embedding.weight"
-        letter = name.split(".")[1] if name.startswith("shared.") else None
+        if name.startswith("shared."):
+            letter = name.split(".")[1]
+        else:
+            letter = None
         cut = parameter.cut_over("tensor", tensor.size)
         marks: dict[str, Any] = {
             "tensor_model_parallel": cut is not None,
@@ -134,10 +142,15 @@ def shared_gradients(config: Config, letters: Collection[str], dtype: torch.dtyp
     table = parameter_table(config.model)
     shared = {name: weight for name, weight in table.items() if weight.shared and name.split(".")[1] in letters}
     narrow = KeptFormat.fp32 != config.precision.gradients
-    summed = dtype if narrow else torch.promote_types(dtype, torch.float32)
+    if narrow:
+        summed = dtype
+    else:
+        summed = torch.promote_types(dtype, torch.float32)
     wide = torch.promote_types(dtype, torch.float32)
     shapes = {name: weight.share_shape(config.parallel.mesh_sizes) for name, weight in shared.items()}
-    return SharedGradients(shapes, {name: wide if shared[name].fp32 else summed for name in shared}) if shared else None
+    if shared:
+        return SharedGradients(shapes, {name: wide if shared[name].fp32 else summed for name in shared})
+    return None
 
 
 def fp8_of(config: Config) -> Fp8 | None:
@@ -171,7 +184,10 @@ def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -
     stages[0].config.finalize_model_grads_func = finalize_gradients
     if parallel.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in wrapped]
-        stages[0].config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+        if len(wrapped) > 1:
+            stages[0].config.no_sync_func = no_sync
+        else:
+            stages[0].config.no_sync_func = no_sync[0]
     return wrapped
 
 

@@ -128,7 +128,10 @@ class Carrier:
             for layer, parts in self.chunks[chunk].items():
                 ((name, part),) = parts.items()
                 sums_3H = _sums(states[layer][name], part)
-                self._sums[layer] = self._sums[layer] + sums_3H if layer in self._sums else sums_3H
+                if layer in self._sums:
+                    self._sums[layer] = self._sums[layer] + sums_3H
+                else:
+                    self._sums[layer] = sums_3H
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -233,13 +236,18 @@ class Carrier:
 def _alone(tensor: Tensor) -> Tensor:
     """Detach the tensor, and copy it if it is a slice, whose full storage would otherwise stay alive."""
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor.detach() if whole else tensor.detach().clone()
+    if whole:
+        return tensor.detach()
+    return tensor.detach().clone()
 
 
 def _sums(state: Tensor, part: StatePart) -> Tensor:
     """Return count, sum and sum of squares for each head, (3, H) in fp64."""
     by_head = state.double()
-    by_head = by_head.flatten(1).unsqueeze(1) if part.heads == 1 else by_head.flatten(2)
+    if part.heads == 1:
+        by_head = by_head.flatten(1).unsqueeze(1)
+    else:
+        by_head = by_head.flatten(2)
     count = by_head.new_full((by_head.shape[1],), by_head.shape[0] * by_head.shape[2])
     return torch.stack([count, by_head.sum((0, 2)), by_head.square().sum((0, 2))])
 

@@ -49,9 +49,12 @@ def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
             moments = carrier.moments[layer]
             first = groups.copies.rank == 0
             tensor = groups.tensor.rank
-            offset, main = (
-                ((0, 0), first and tensor == 0) if part.heads == 1 else ((0, tensor * moments.shape[1]), first)
-            )
+            if part.heads == 1:
+                offset = (0, 0)
+                main = first and tensor == 0
+            else:
+                offset = (0, tensor * moments.shape[1])
+                main = first
             blocks.append(block(f"moments.{layer}", (2, part.heads), offset, moments, main))
     return [*blocks, block("restarts", (), (), carrier.restarts, groups.is_first)]
 
@@ -79,7 +82,10 @@ def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
             state = torch.empty(shape, dtype=stored.dtype(key), device=carrier.device)
             carrier.held.setdefault(layer, {})[name] = state
         elif f"moments.{layer}" in shapes:
-            heads = part.heads // groups.tensor.size if part.heads > 1 else 1
+            if part.heads > 1:
+                heads = part.heads // groups.tensor.size
+            else:
+                heads = 1
             carrier.moments[layer] = torch.empty(2, heads, dtype=torch.float64, device=carrier.device)
     carrier.restarts = torch.empty((), dtype=torch.int64, device=carrier.device)
     stored.fill(state_blocks(carrier, groups))

@@ -56,7 +56,10 @@ class ThroughTime:
 
     def run(self, model: LanguageModel, batch: Batch, states: States | None, received: Tensor | None) -> Ended:
         """Run all chunks of a batch through one pipeline stage, from these initial states."""
-        streams = [None] * self.chunks if received is None else received.chunk(self.chunks)
+        if received is None:
+            streams = [None] * self.chunks
+        else:
+            streams = received.chunk(self.chunks)
         outputs = []
         sums: dict[str, Tensor] = {}
         for turn, (piece, x_LBD) in enumerate(zip(batch.chunks(self.chunks), streams, strict=True)):

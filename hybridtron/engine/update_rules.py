@@ -67,7 +67,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         group_of = {master: group for group in self.param_groups for master in group["params"]}
         for name, shard in self.shards.items():
             whole = self.rule.needs_whole(name, self.table[name])
-            direction = self._of_whole(name, shard) if whole else self._of_shard(name, shard)
+            if whole:
+                direction = self._of_whole(name, shard)
+            else:
+                direction = self._of_shard(name, shard)
             if shard.master is not None and direction is not None:
                 group = group_of[shard.master]
                 shard.master.mul_(1 - group["lr"] * group["weight_decay"])
@@ -108,7 +111,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         stored = shard.parts
         wide = _computed_with(shard)
         declared = self.rule.parts(name, weight)
-        gradient = None if shard.master is None or shard.master.grad is None else shard.master.grad.view(-1)
+        if shard.master is None or shard.master.grad is None:
+            gradient = None
+        else:
+            gradient = shard.master.grad.view(-1)
         whole = {
             part: gather(wide[part], spec, self.mesh)
             if spec.shape != weight.shape

@@ -78,9 +78,15 @@ def attention_entropy(inputs: AttentionInputs, first: int) -> Looked:
     looked_by_turn = []
     for start, stop in _turns(first, length, batch * heads * num_keys):
         end_key = num_keys - length + stop
-        first_key = 0 if inputs.window is None else max(0, end_key - (stop - start) - inputs.window + 1)
+        if inputs.window is None:
+            first_key = 0
+        else:
+            first_key = max(0, end_key - (stop - start) - inputs.window + 1)
         visible = visible_keys(keys, first_key, end_key, stop - start, inputs.window)
-        visible_BGAQS = visible[:, :, None] if visible.dim() == 4 else visible
+        if visible.dim() == 4:
+            visible_BGAQS = visible[:, :, None]
+        else:
+            visible_BGAQS = visible
         looked_by_turn.append(
             _looked(inputs.q_BLHK[:, start:stop], keys.keys_BSGK[:, first_key:end_key], visible_BGAQS)
         )
@@ -100,7 +106,10 @@ def span_entropy(inputs: SpanInputs, first: int) -> Looked:
         k_RSGK = k_BSGK[segment.rows, segment_keys]
         places_S = torch.arange(k_RSGK.shape[1], device=k_RSGK.device)
         num_scores = len(k_RSGK) * heads * len(places_S)
-        table = None if chosen_RGTC is None else chosen_table(chosen_RGTC, int(places_S[-1]) // cut.block + 1)
+        if chosen_RGTC is None:
+            table = None
+        else:
+            table = chosen_table(chosen_RGTC, int(places_S[-1]) // cut.block + 1)
         for number, span in enumerate(chunk_spans(cut, segment, segment.kept - segment.start, len(places_S))):
             for start, stop in _turns(max(first, span.queries.start), span.queries.stop, num_scores):
                 places_Q = torch.arange(start, stop, device=places_S.device) - segment.start + segment.kept
@@ -148,7 +157,10 @@ class Attending:
             if counts and tokens_before + length > self.first:
                 self._add(inputs.cut.shift, span_entropy(inputs, max(0, self.first - tokens_before)))
             return
-        begin = self.read if share is None else self.read + share.first
+        if share is None:
+            begin = self.read
+        else:
+            begin = self.read + share.first
         if counts and begin + length > self.first:
             self._add(0, attention_entropy(inputs, max(0, self.first - begin)))
         self.read += length if share is None else length * share.size
@@ -184,7 +196,10 @@ class Selecting:
 
     def add(self, inputs: ScanInputs | SSDInputs) -> None:
         """Add a chunk's step sizes."""
-        bias = inputs.dt_bias_E if isinstance(inputs, ScanInputs) else inputs.dt_bias_H
+        if isinstance(inputs, ScanInputs):
+            bias = inputs.dt_bias_E
+        else:
+            bias = inputs.dt_bias_H
         delta_BLE = step_sizes(inputs[1], bias).double()
         self.tokens += delta_BLE.shape[1]
         self.sum_BE = self.sum_BE + delta_BLE.sum(1)
@@ -239,7 +254,10 @@ class Looking:
             self.attending.setdefault(self.layer, Attending(self.first)).add(inputs, self.share, counts)
         elif isinstance(inputs, ScanInputs | SSDInputs) and self.selects:
             seen = self.selecting.setdefault(self.layer, Selecting())
-            state = inputs.state_BEN if isinstance(inputs, ScanInputs) else inputs.state_BHPN
+            if isinstance(inputs, ScanInputs):
+                state = inputs.state_BEN
+            else:
+                state = inputs.state_BHPN
             if counts and (self.share is None or state is not None):
                 seen.add(inputs)
 
@@ -258,7 +276,10 @@ def _means(seen: Mapping[int, Observed], context: ContextGroup) -> dict[int, Ten
         for key, tensor in share.items():
             layer, name = key.split()
             layer_total = total[int(layer)]
-            layer_total[name] = layer_total[name] + tensor if name in layer_total else tensor
+            if name in layer_total:
+                layer_total[name] = layer_total[name] + tensor
+            else:
+                layer_total[name] = tensor
     return {layer: layer_sums.with_tensors(total[layer]).means() for layer, layer_sums in seen.items()}
 
 

@@ -87,9 +87,14 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text: the chat template's BOS, as in an export, or else the end-of-text token."""
-        name = "" if self.chat is None else dict(self.chat.tokens).get("bos_token", "")
+        if self.chat is None:
+            name = ""
+        else:
+            name = dict(self.chat.tokens).get("bos_token", "")
         bos = self.model.tokenizer.token_to_id(name)
-        return self.eot_token_id if bos is None else bos
+        if bos is None:
+            return self.eot_token_id
+        return bos
 
     @property
     def tokenizer_name(self) -> str:
@@ -179,7 +184,10 @@ class HarnessModel(TemplateLM):
             for first in range(0, len(group_indices), turn_size):
                 turn_indices = group_indices[first : first + turn_size]
                 own_indices = turn_indices[self.model.replica * self.batch :][: self.batch]
-                results = self._read([requests[index] for index in own_indices], own_indices) if own_indices else []
+                if own_indices:
+                    results = self._read([requests[index] for index in own_indices], own_indices)
+                else:
+                    results = []
                 lines = [
                     {"key": keys[i], "index": i, "result": result}
                     for i, result in zip(own_indices, results, strict=True)
@@ -244,7 +252,9 @@ def loaded(task: HarnessTask, manager: TaskManager, run_code: bool) -> Loaded | 
     except Exception as error:  # data sets, networks and a task's own code may raise anything
         path = task_config.get("dataset_path")
         reason = f"{error or type(error).__name__}".splitlines()[0]
-        return f"its data set {path} is missing: {reason}" if path and path not in reason else reason
+        if path and path not in reason:
+            return f"its data set {path} is missing: {reason}"
+        return reason
     for harness_task in loaded_tasks["tasks"].values():
         if task.shots is not None or harness_task.get_config("num_fewshot") is None:
             harness_task.set_config("num_fewshot", task.shots or 0)

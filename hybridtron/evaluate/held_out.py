@@ -81,7 +81,10 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
         chosen_rows, described = choose_rows(stores, length, rows)
         tokens_BT = gather(stores, chosen_rows, sources.dtype, joined=True).tokens_BT
     except (FolderError, DataError) as error:
-        cure = "--data PATH names other prepared tokens" if path else "--data PATH says where the run's data is now"
+        if path:
+            cure = "--data PATH names other prepared tokens"
+        else:
+            cure = "--data PATH says where the run's data is now"
         raise Unusable(f"{error}; {cure}") from error
     return Text(torch.from_numpy(tokens_BT.astype("int64")), described, length, seq_len)
 

@@ -102,4 +102,6 @@ def with_error(work: Callable[[], Result]) -> Result:
 
 def in_training(config: Config) -> InTraining | None:
     """Build the evaluation that a run asks for, or return None."""
-    return None if config.run.evaluate is None else InTraining(config)
+    if config.run.evaluate is None:
+        return None
+    return InTraining(config)

@@ -93,7 +93,10 @@ def positions_table(lines: Lines, seq_len: int) -> InstrumentTable:
     ]
     note = ""
     if decision := verdict(lines, seq_len):
-        claim = "generalizes to this length" if decision.holds else "does not generalize to this length"
+        if decision.holds:
+            claim = "generalizes to this length"
+        else:
+            claim = "does not generalize to this length"
         most = f"at most {decision.most:.4g} times the perplexity of the same tokens within the training length"
         note = f"{claim}: {most} (tolerance {TOLERANCE:.0%})"
     header = ("tokens before", "of the training length", "perplexity", "same tokens within it")
@@ -139,8 +142,13 @@ def verdict(lines: Lines, seq_len: int) -> Verdict | None:
     Buitrago Ruiz & Gu (definition 3.2) require this of perplexity by position alone, on enough text to level out its
     difficulty. Returns None if no position is beyond the training length.
     """
-    beyond = rises(lines, seq_len)[1:] if len(lines) > seq_len else []
-    return Verdict(max(rise.perplexity / rise.within for rise in beyond)) if beyond else None
+    if len(lines) > seq_len:
+        beyond = rises(lines, seq_len)[1:]
+    else:
+        beyond = []
+    if beyond:
+        return Verdict(max(rise.perplexity / rise.within for rise in beyond))
+    return None
 
 
 def remembrance(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:

@@ -196,7 +196,10 @@ def effective_remembrance(
     whole_BV = _next_token(model, tokens_BT, chunk, advance)
     measured = []
     for t in ts:
-        recent_BV = _next_token(model, tokens_BT[:, t:], chunk, advance) if t else whole_BV
+        if t:
+            recent_BV = _next_token(model, tokens_BT[:, t:], chunk, advance)
+        else:
+            recent_BV = whole_BV
         measured.append(Remembrance(t, *(d_B.mean().item() for d_B in distances(whole_BV, recent_BV))))
     return measured
 

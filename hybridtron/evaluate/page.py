@@ -29,7 +29,10 @@ def page(title: str, evaluations: Sequence[Evaluated], pictures: Iterable[tuple[
     if len(evaluations) > 1:
         parts.append(side_by_side(evaluations))
     for entry in evaluations:
-        heading = [f"<h2>{escape(entry.name)}</h2>"] if len(evaluations) > 1 else []
+        if len(evaluations) > 1:
+            heading = [f"<h2>{escape(entry.name)}</h2>"]
+        else:
+            heading = []
         parts += [*heading, *of_one(entry)]
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
@@ -54,7 +57,9 @@ def of_one(one: Evaluated) -> list[str]:
 
 def _worded(value: object) -> str:
     """Write a condition's value as text."""
-    return ", ".join(f"{name} {part}" for name, part in value.items()) if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    return str(value)
 
 
 def side_by_side(evaluations: Sequence[Evaluated]) -> str:

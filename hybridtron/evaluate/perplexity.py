@@ -47,7 +47,10 @@ def measure(
     for first in range(0, len(missing), batch * model.replicas):
         turn_indices = missing[first : first + batch * model.replicas]
         own_indices = turn_indices[model.replica * batch :][:batch]
-        lines = scored(model, wanted, rows_BT, own_indices, described) if own_indices else []
+        if own_indices:
+            lines = scored(model, wanted, rows_BT, own_indices, described)
+        else:
+            lines = []
         records.add(everyone(model, lines))
         moved(first + len(turn_indices), len(missing))
 
@@ -59,7 +62,10 @@ def scored(model: Served, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequen
     losses_LB = token_losses(model.read, tokens_BT, chunk)
     lines = []
     for row, index in enumerate(indices):
-        first = wanted.length - wanted.stride if wanted.stride and wanted.score == "new" and index else 0
+        if wanted.stride and wanted.score == "new" and index:
+            first = wanted.length - wanted.stride
+        else:
+            first = 0
         losses_L = losses_LB[first:, row]
         tokens = tokens_BT[row, first:].tolist()
         bytes_scored = len(model.tokenizer.decode(tokens).encode()) - len(model.tokenizer.decode(tokens[:1]).encode())

@@ -22,7 +22,10 @@ def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
         return
     with picture(output) as axes:
         {"positions": draw_positions, "remembrance": draw_remembrance, "states": draw_states}[name](axes, lines)
-        trained = lines[0]["length"] - seq_len if name == "remembrance" else seq_len
+        if name == "remembrance":
+            trained = lines[0]["length"] - seq_len
+        else:
+            trained = seq_len
         if trained >= 0:
             axes.axvline(trained, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
 

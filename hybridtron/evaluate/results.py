@@ -91,13 +91,18 @@ def _perplexity(lines: Sequence[Line]) -> Iterable[Row]:
 
 def mean_of(values: Sequence[float]) -> Row:
     """Return mean, standard error (None for a single value) and the number of values."""
-    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    if len(values) > 1:
+        error = stdev(values) / math.sqrt(len(values))
+    else:
+        error = None
     return {"value": fmean(values), "standard_error": error, "n": len(values)}
 
 
 def scaled(error: float | None, factor: float) -> float | None:
     """Scale a standard error; None stays None."""
-    return None if error is None else error * factor
+    if error is None:
+        return None
+    return error * factor
 
 
 def averages(rows: Sequence[Row]) -> list[Row]:
@@ -124,7 +129,9 @@ def averages(rows: Sequence[Row]) -> list[Row]:
 
 def _options(task: str) -> str:
     """Return the options in a label, such as `[essay=files:DIR]`, or an empty text."""
-    return task[task.index("[") :] if "[" in task else ""
+    if "[" in task:
+        return task[task.index("[") :]
+    return ""
 
 
 def _average(rows: Sequence[Row]) -> Row:
@@ -169,5 +176,8 @@ def by_length_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def shown(row: Row) -> str:
     """Format a value with its standard error, such as `0.850 ± 0.036`."""
-    error = "" if row["standard_error"] is None else f" \N{PLUS-MINUS SIGN} {row['standard_error']:.3f}"
+    if row["standard_error"] is None:
+        error = ""
+    else:
+        error = f" \N{PLUS-MINUS SIGN} {row['standard_error']:.3f}"
     return f"{row['value']:.3f}{error}"

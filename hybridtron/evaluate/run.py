@@ -89,7 +89,9 @@ def evaluate(model: Served, name: str, wishes: Wishes, output: Path, bar: Bar) -
             perplexity.measure(model, wanted, rows_BT, described, records, wishes.batch, moved)
     if model.replica == 0 and text is not None:
         _instruments(model, suite, wishes, text, output, records, bar)
-    return finished(name, suite, records, output, seq_len) if model.first else Evaluated(name, output, {}, [], [])
+    if model.first:
+        return finished(name, suite, records, output, seq_len)
+    return Evaluated(name, output, {}, [], [])
 
 
 def opened(model: Served, output: Path, header: Mapping[str, Any]) -> Records:
@@ -190,7 +192,10 @@ def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: i
 def _verdict(lines: Iterable[Line], records: Records, output: Path, seq_len: int) -> list[Row]:
     """Return a list with the verdict on length generalization as a row; empty if positions were not measured."""
     measured = [line for line in lines if line["task"] == "positions"]
-    position_lines = read_lines(output / "positions.jsonl") if measured else []
+    if measured:
+        position_lines = read_lines(output / "positions.jsonl")
+    else:
+        position_lines = []
     decision = verdict(position_lines, seq_len)
     if decision is None:
         return []

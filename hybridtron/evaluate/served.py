@@ -72,8 +72,10 @@ def served(
     """
     parallel = parallel or ParallelConfig()
     checkpoint, config = opened(folder)
-    config = config if attention is None else attending(config, attention)
-    config = config if extend is None else self_extended(config, extend)
+    if attention is not None:
+        config = attending(config, attention)
+    if extend is not None:
+        config = self_extended(config, extend)
     tokenizer = tokenizer_of(checkpoint)
     require_layout(config, parallel)
     if launched().world_size == 1:
@@ -153,7 +155,9 @@ def fill(checkpoint: Checkpoint, model: LanguageModel) -> None:
 def end_of(checkpoint: Checkpoint) -> int | None:
     """Return the token that ended each document in training, or None if the checkpoint does not name one."""
     stored_id = checkpoint.meta.data.get("eos")
-    return None if stored_id is None else int(stored_id)
+    if stored_id is None:
+        return None
+    return int(stored_id)
 
 
 def require_layout(config: Config, parallel: ParallelConfig) -> None:

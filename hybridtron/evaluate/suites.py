@@ -95,7 +95,9 @@ class PerplexityOf:
 
     @property
     def label(self) -> str:
-        return f"perplexity[stride={self.stride},score={self.score}]" if self.stride else "perplexity"
+        if self.stride:
+            return f"perplexity[stride={self.stride},score={self.score}]"
+        return "perplexity"
 
     def key(self, index: int) -> str:
         """Return a row's or window's key in the records."""

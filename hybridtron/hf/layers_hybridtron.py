@@ -131,7 +131,8 @@ class HybridtronMixer(nn.Module):
                 outer, _, name = layer.rpartition(".")
                 setattr(self._holder(outer), name, HybridtronLinear(shape[1], shape[0]))
                 continue
-            shape = (shape[0], 1, *shape[1:]) if theirs.endswith("conv1d.weight") else shape
+            if theirs.endswith("conv1d.weight"):
+                shape = (shape[0], 1, *shape[1:])
             holder = self._holder(layer)
             setattr(holder, leaf, nn.Parameter(torch.empty(shape)))
             starts = {**getattr(holder, STARTS, {}), leaf: [(table[of_key[key]].init, shapes[key]) for key in ours]}
@@ -155,7 +156,10 @@ class HybridtronMixer(nn.Module):
 
     def _layer(self, theirs: str) -> nn.Module:
         """Return the module with the weight `theirs`, here or in the first sub-layer that shares it."""
-        holder = self._first[0] if theirs in self._elsewhere else self
+        if theirs in self._elsewhere:
+            holder = self._first[0]
+        else:
+            holder = self
         return holder.get_submodule(theirs.rpartition(".")[0])
 
     def _weight(self, rows: list[WeightRows]) -> Tensor:
@@ -163,9 +167,12 @@ class HybridtronMixer(nn.Module):
         parts = []
         for each in rows:
             weight = getattr(self._layer(each.theirs), each.theirs.rpartition(".")[2])
-            weight = weight.squeeze(1) if each.theirs.endswith("conv1d.weight") else weight
+            if each.theirs.endswith("conv1d.weight"):
+                weight = weight.squeeze(1)
             parts.append(weight if each.stop - each.start == each.total else weight[each.start : each.stop])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
         """Apply one of the mixer's projections to x: outputs of this model's layers, in the mixer's order.
@@ -178,7 +185,9 @@ class HybridtronMixer(nn.Module):
             if made is None or made[0] is not x:
                 made = self._once[each.theirs] = x, self._layer(each.theirs)(x)
             parts.append(made[1] if each.stop - each.start == each.total else made[1][..., each.start : each.stop])
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim=-1)
 
 
 def _rows_of(table: dict[str, Any], names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, list[WeightRows]]]:
@@ -246,7 +255,10 @@ class HybridtronLayer(GradientCheckpointingLayer):
         self.mixer = HybridtronMixer(config, layer_idx, first)
         self.place = self.mixer.place
         self.multiplier = config.residual_multiplier * self.place.output_multiplier
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if self.place.has_norm else None
+        if self.place.has_norm:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        else:
+            self.norm = None
 
     def forward(
         self,
@@ -261,16 +273,23 @@ class HybridtronLayer(GradientCheckpointingLayer):
 
         `fed_BLD` and `normed_BLD` are the last two as the sub-layer before has returned them.
         """
-        state = None if cache is None else cache.states[self.layer_idx]
+        if cache is None:
+            state = None
+        else:
+            state = cache.states[self.layer_idx]
         if self.place.feeds_next:
             normed_BLD = torch.cat((x_BLD, embedded_BLD), dim=-1)
         elif self.norm is not None:
             read_BLD = x_BLD if fed_BLD is None else x_BLD + fed_BLD
-            normed_BLD = x_BLD.to(self.norm.weight.dtype) if self.place.norm_after else self.norm(read_BLD)
+            if self.place.norm_after:
+                normed_BLD = x_BLD.to(self.norm.weight.dtype)
+            else:
+                normed_BLD = self.norm(read_BLD)
         y_BLD, state = self.mixer(normed_BLD, state, places.on(x_BLD.device))
         if cache is not None:
             cache.states[self.layer_idx] = state
         if self.place.feeds_next:
             return x_BLD, y_BLD, None
-        y_BLD = self.norm(y_BLD) if self.norm is not None and self.place.norm_after else y_BLD
+        if self.norm is not None and self.place.norm_after:
+            y_BLD = self.norm(y_BLD)
         return x_BLD + multiplied(y_BLD, self.multiplier), None, normed_BLD

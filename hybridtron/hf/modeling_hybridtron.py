@@ -34,7 +34,10 @@ Names = list[str] | set[str] | None
 # transformers 5.24 renamed `past_key_values` to `cache`, in the arguments that it passes and the outputs that it
 # expects; a model that knew only one of the names would silently generate without its cache
 CACHE_NAMES = ["cache", "past_key_values"]
-CACHE_NAME = CACHE_NAMES[0] if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else CACHE_NAMES[1]
+if "cache" in {field.name for field in fields(BaseModelOutputWithPast)}:
+    CACHE_NAME = CACHE_NAMES[0]
+else:
+    CACHE_NAME = CACHE_NAMES[1]
 
 
 class HybridtronCache(Cache):
@@ -177,7 +180,10 @@ class HybridtronModel(HybridtronPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        x_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            x_BLD = self.embed_tokens(input_ids)
+        else:
+            x_BLD = inputs_embeds
         if self.config.residual_in_fp32:
             x_BLD = at_least_fp32(x_BLD)
         x_BLD = multiplied(x_BLD, self.config.embedding_multiplier)
@@ -213,8 +219,13 @@ class HybridtronModel(HybridtronPreTrainedModel):
             if not isinstance(given, HybridtronCache):
                 raise TypeError(f"{CACHE_NAME} is a {type(given).__name__}; this model's cache is HybridtronCache")
             return given
-        wanted = use_cache if use_cache is not None else self.config.use_cache and not self.training
-        return HybridtronCache(self.config.num_hidden_layers) if wanted else None
+        if use_cache is not None:
+            wanted = use_cache
+        else:
+            wanted = self.config.use_cache and not self.training
+        if wanted:
+            return HybridtronCache(self.config.num_hidden_layers)
+        return None
 
 
 class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
@@ -254,7 +265,10 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if isinstance(logits_to_keep, int):
+            kept = slice(-logits_to_keep, None)
+        else:
+            kept = logits_to_keep
         logits_BLV = self.lm_head(multiplied(out.last_hidden_state[:, kept], 1 / self.config.logits_scaling))
         loss = None
         if labels is not None:

@@ -63,7 +63,10 @@ def _phase(phase: ResolvedPhase) -> str:
     settings = phase.settings
     mixture = ", ".join(f"{name} x {entry.weight:g}" for name, entry in data.mixture.items())
     folder = data.path.rstrip("/").rpartition("/")[2]
-    source = "the texts that Python itself brings" if data.source is Source.embedded else folder
+    if data.source is Source.embedded:
+        source = "the texts that Python itself brings"
+    else:
+        source = folder
     return f"`{settings.name}`, {settings.tokens} tokens in rows of {settings.seq_len}, of {mixture or source}"
 
 

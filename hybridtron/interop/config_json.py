@@ -158,7 +158,10 @@ def _faults(settings: dict[str, Any]) -> Iterator[str]:
     """Yield a message for each value of the wrong kind; missing keys are accepted."""
     for key, kind in KINDS.items():
         section, _, name = key.rpartition(".")
-        section_values = settings.get(section) if section else settings
+        if section:
+            section_values = settings.get(section)
+        else:
+            section_values = settings
         if isinstance(section_values, dict) and name in section_values and not kind.fits(section_values[name]):
             yield f"{key} is {reprlib.repr(section_values[name])}, must be {kind.words}"
     layers = settings.get("layers")

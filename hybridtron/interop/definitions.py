@@ -101,8 +101,13 @@ def is_module(module: str) -> bool:
 
 
 def _statement(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
-    name = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
-    return f"from {node.module} import {name}" if isinstance(node, ast.ImportFrom) else f"import {name}"
+    if alias.asname:
+        name = f"{alias.name} as {alias.asname}"
+    else:
+        name = alias.name
+    if isinstance(node, ast.ImportFrom):
+        return f"from {node.module} import {name}"
+    return f"import {name}"
 
 
 def _globals(code: CodeType) -> Iterator[Use]:

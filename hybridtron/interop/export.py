@@ -108,7 +108,9 @@ class ExportPlan:
 
     def _eos(self) -> int | None:
         stored = self.source.meta.data.get("eos")
-        return None if stored is None else int(stored)
+        if stored is None:
+            return None
+        return int(stored)
 
     def _record(self, dtype: str) -> dict[str, object]:
         names = [name for name in ("torch", "transformers", "safetensors") if is_there(name)]

@@ -70,11 +70,17 @@ class ImportFolder:
             weights = Weights(folder)
             rules = [rule.as_named(weights.shapes) for rule in kind.rules(model)]
         except (KeyError, ValueError) as error:
-            reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            if isinstance(error, KeyError):
+                reason = f"has no {error}"
+            else:
+                reason = str(error)
             raise CannotImport(f"{folder / 'config.json'} {reason}") from error
         imported = cls(kind, settings, model, rules, weights)
         if faults := list(imported._faults()):
-            more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+            if len(faults) > SHOWN:
+                more = [f"and {len(faults) - SHOWN} more"]
+            else:
+                more = []
             listed = "\n  ".join([*faults[:SHOWN], *more])
             raise CannotImport(f"{folder} is not the model in its config.json:\n  {listed}")
         if not (folder / "tokenizer.json").exists():

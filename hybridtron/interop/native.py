@@ -51,7 +51,10 @@ class ModelFormat(ABC):
 
     def groups(self, arch: Architecture) -> list[range]:
         """Return for each of its layers the indices of our sub-layers."""
-        group_size = 2 if self.in_pairs and arch.specs[-1].kind == "swiglu" else 1
+        if self.in_pairs and arch.specs[-1].kind == "swiglu":
+            group_size = 2
+        else:
+            group_size = 1
         return [range(first, first + group_size) for first in range(0, len(arch.specs), group_size)]
 
     def names_of(self, arch: Architecture, index: int) -> SubLayerNames:

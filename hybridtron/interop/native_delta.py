@@ -93,7 +93,9 @@ class OlmoHybrid(DeltaHybrid):
 
     def _with_both_names(self, rule: TensorRule) -> TensorRule:
         layer, _, name = rule.theirs.removesuffix(".weight").rpartition(".")
-        return replace(rule, also=f"{layer}.{self.also[name]}.weight") if name in self.also else rule
+        if name in self.also:
+            return replace(rule, also=f"{layer}.{self.also[name]}.weight")
+        return rule
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         negative_eigenvalues = delta_of(arch).negative_eigenvalues

@@ -102,7 +102,8 @@ class FalconH1(Mamba2Hybrid):
 def numbers(theirs: Settings, key: str) -> list[float]:
     """Read a list of multipliers; all are 1 if the key is missing. Raises ValueError if its length is wrong."""
     multipliers = theirs.get(key)
-    multipliers = [1.0] * NUMBER_OF[key] if multipliers is None else multipliers
+    if multipliers is None:
+        multipliers = [1.0] * NUMBER_OF[key]
     if len(multipliers) != NUMBER_OF[key]:
         raise ValueError(f"has {len(multipliers)} entries in {key}, not {NUMBER_OF[key]}")
     return multipliers

@@ -26,7 +26,10 @@ class Granite(Llama):
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         attention = attention_of(arch)
-        scale = attention.head(arch.sizes) ** -0.5 if attention.scale is None else attention.scale
+        if attention.scale is None:
+            scale = attention.head(arch.sizes) ** -0.5
+        else:
+            scale = attention.scale
         return super().settings(model, arch, length) | multipliers_of(model) | {SCALE: scale}
 
     def model(self, theirs: Settings) -> ModelConfig:
@@ -35,7 +38,9 @@ class Granite(Llama):
     def attention(self, theirs: Settings) -> Settings:
         options = super().attention(theirs)
         is_default = abs(theirs[SCALE] - options["head_dim"] ** -0.5) <= 1e-9
-        return options if is_default else {**options, "scale": theirs[SCALE]}
+        if is_default:
+            return options
+        return {**options, "scale": theirs[SCALE]}
 
 
 class GraniteHybrid(Granite, Mamba2Hybrid):
@@ -69,4 +74,6 @@ class GraniteHybrid(Granite, Mamba2Hybrid):
 
     def attention(self, theirs: Settings) -> Settings:
         options = super().attention(theirs)
-        return options if theirs.get("position_embedding_type") == "rope" else {**options, "rope": NO_POSITIONS}
+        if theirs.get("position_embedding_type") == "rope":
+            return options
+        return {**options, "rope": NO_POSITIONS}

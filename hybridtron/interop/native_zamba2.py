@@ -74,7 +74,10 @@ class Zamba2(Native):
 
     def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
         if not arch.specs[index].feeds_next:
-            prefix = f"{layer}.mamba_decoder" if index and arch.specs[index - 1].feeds_next else layer
+            if index and arch.specs[index - 1].feeds_next:
+                prefix = f"{layer}.mamba_decoder"
+            else:
+                prefix = layer
             rules.add(f"{prefix}.input_layernorm.weight", f"layers.{index}.norm.weight")
             rules.add_mixer(f"{prefix}.mamba", index)
             return

@@ -76,7 +76,10 @@ class AdaptedFolder(ImportFolder):
         )
         faults = [*combined._strange(names), *combined._wrong_layers(layers), *combined._wrong_saved(saved)]
         if faults:
-            more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+            if len(faults) > SHOWN:
+                more = [f"and {len(faults) - SHOWN} more"]
+            else:
+                more = []
             listed = "\n  ".join([*faults[:SHOWN], *more])
             raise CannotImport(f"{folder} is no adapter that we can have beside {base.weights.folder}:\n  {listed}")
         return combined
@@ -86,7 +89,12 @@ class AdaptedFolder(ImportFolder):
         """The adapters' configuration, with the smallest preset that trains the modules saved in full."""
         learned = [key for rule in self.rules if rule.theirs in self.saved for key in rule.ours]
         convolutions = any("conv" in key for key in learned)
-        preset = Adapting.hylora if convolutions else Adapting.lora_plus if learned else Adapting.lora
+        if convolutions:
+            preset = Adapting.hylora
+        elif learned:
+            preset = Adapting.lora_plus
+        else:
+            preset = Adapting.lora
         rank, alpha, dropout, dora, *_ = self.lora
         return AdaptersConfig(preset, self._patterns(), rank, alpha, dropout, dora)
 
@@ -141,7 +149,9 @@ class AdaptedFolder(ImportFolder):
 
     def _pieces(self) -> tuple[str, ...]:
         """Return the tensor names that each layer's adapter must have."""
-        return (DOWN, UP, LENGTHS) if self.lora.dora else (DOWN, UP)
+        if self.lora.dora:
+            return (DOWN, UP, LENGTHS)
+        return (DOWN, UP)
 
     def _wrong_layers(self, layers: set[str]) -> Iterator[str]:
         """Yield faults in adapted layers: not a projection, also saved in full, missing tensors, wrong shapes."""
@@ -204,7 +214,10 @@ def adapted_folder(folder: Path, base: Path | None) -> tuple[AdaptedFolder, Path
             f"{folder / CONFIG} names {named_base!r} as its base, which is no folder here: add --base FOLDER"
         )
     base_folder = base or Path(str(named_base))
-    tokenizer_folder = folder if (folder / "tokenizer.json").exists() else base_folder
+    if (folder / "tokenizer.json").exists():
+        tokenizer_folder = folder
+    else:
+        tokenizer_folder = base_folder
     return AdaptedFolder.beside(folder, ImportFolder.open(base_folder)), tokenizer_folder
 
 

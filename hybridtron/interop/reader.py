@@ -99,7 +99,9 @@ class Weights:
                 raise CannotImport(f"{index} names {outside[0]!r}, which is outside its folder")
             return {self.folder / name for name in names}
         single = self.folder / self._names.single
-        return {single} if single.exists() else set()
+        if single.exists():
+            return {single}
+        return set()
 
     def _add_safetensors(self, file: Path) -> None:
         try:

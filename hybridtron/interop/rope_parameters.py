@@ -51,7 +51,9 @@ def to_ours(theirs: Settings) -> Settings | str:
     if (scale != "default" and not scale_options) or unknown:
         scaling = f"rope_type={scale}" + "".join(f" and {key}={rope[key]!r}" for key in unknown[:1])
         raise ValueError(f"scales its rotary positions by {scaling}, which we have not; we have {', '.join(OF_SCALE)}")
-    return {"base": base} if not scale_options else {"base": base, "scale": scale, **_scaled(scale, rope, theirs)}
+    if not scale_options:
+        return {"base": base}
+    return {"base": base, "scale": scale, **_scaled(scale, rope, theirs)}
 
 
 def _scaled(scale: str, rope: Settings, theirs: Settings) -> Settings:
@@ -59,7 +61,10 @@ def _scaled(scale: str, rope: Settings, theirs: Settings) -> Settings:
 
     Raises ValueError if a required key is missing.
     """
-    needed = ("factor", "low", "high") if scale == "llama3" else ("factor",)
+    if scale == "llama3":
+        needed = ("factor", "low", "high")
+    else:
+        needed = ("factor",)
     if missing := [NAMES[name] for name in needed if NAMES[name] not in rope]:
         raise ValueError(f"scales its rotary positions by rope_type={scale} without {missing[0]}")
     options = {name: rope[NAMES[name]] for name in OF_SCALE[scale] if rope.get(NAMES[name]) is not None}

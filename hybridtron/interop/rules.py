@@ -57,15 +57,25 @@ class TensorRule:
         """Build the other format's tensor from our tensors; `read` returns one by its key."""
         parts = [read(key).unflatten(0, (self.blocks, -1)) for key in self.ours]
         fused = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(self.shape)
-        return fused.float() - 1 if self.less_one else fused
+        if self.less_one:
+            return fused.float() - 1
+        return fused
 
     def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
         """Split the other format's tensor into our tensors by key; converted to fp32 if the rule says so."""
-        other_axes = self.shape[2:] if self.theirs.endswith(CONVOLUTION) else self.shape[1:]
+        if self.theirs.endswith(CONVOLUTION):
+            other_axes = self.shape[2:]
+        else:
+            other_axes = self.shape[1:]
         parts = theirs.unflatten(0, (self.blocks, -1)).split([rows // self.blocks for rows in self.rows], dim=1)
         ours = {key: part.reshape(-1, *other_axes) for key, part in zip(self.ours, parts, strict=True)}
-        converted = {key: part.float() for key, part in ours.items()} if self.fp32 else ours
-        return {key: part + 1 for key, part in converted.items()} if self.less_one else converted
+        if self.fp32:
+            converted = {key: part.float() for key, part in ours.items()}
+        else:
+            converted = ours
+        if self.less_one:
+            return {key: part + 1 for key, part in converted.items()}
+        return converted
 
     def same(self, made: Tensor, theirs: Tensor) -> bool:
         """Compare a rebuilt tensor with the original: bit for bit, or within fp32 rounding if `less_one` is set."""
@@ -75,7 +85,9 @@ class TensorRule:
 
     def as_named(self, names: Container[str]) -> TensorRule:
         """Return the rule under its second name if only that one is among `names`."""
-        return replace(self, theirs=self.also) if self.also in names and self.theirs not in names else self
+        if self.also in names and self.theirs not in names:
+            return replace(self, theirs=self.also)
+        return self
 
 
 class Rules:

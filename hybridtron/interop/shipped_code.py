@@ -139,10 +139,14 @@ def _resolved(module: str, name: str) -> DefinedName | None:
     if name in source.own_imports:
         place = source.own_imports[name]
         is_submodule = place == (module, name)  # `from hybridtron.ops.scan import reference` in that folder: a file
-        return None if is_submodule or place.module in STAND_INS else _resolved(*place)
+        if is_submodule or place.module in STAND_INS:
+            return None
+        return _resolved(*place)
     if (op := source.call(name, "Op")) is not None:
         return _implementation(module, name, op)
-    return DefinedName(module, name) if name in source.definitions else None
+    if name in source.definitions:
+        return DefinedName(module, name)
+    return None
 
 
 def _implementation(module: str, name: str, op: ast.Call) -> DefinedName | None:

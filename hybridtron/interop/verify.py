@@ -135,7 +135,9 @@ def _allowed(model: ModelConfig, length: int) -> float:
     float64 as much as from the other.
     """
     enlarges = any(isinstance(spec, DeltaRuleSpec | SharedBlockSpec) for spec in architecture(model).specs)
-    return ENLARGED if enlarges and length == CHUNKS else TOLERANCE
+    if enlarges and length == CHUNKS:
+        return ENLARGED
+    return TOLERANCE
 
 
 def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
@@ -165,7 +167,11 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
         streams = residual_streams
     sub_layers_per_layer = len(streams) // (len(hidden_states) - 1)
     embedded_BLD = multiplied(ours.embedding(tokens_BL), ours.embedding_multiplier).transpose(0, 1)
-    first = 1 if _apart(hidden_states[0], embedded_BLD) <= TOLERANCE else 0  # Mamba's classes leave the embedding out
+    # Mamba's classes leave the embedding out
+    if _apart(hidden_states[0], embedded_BLD) <= TOLERANCE:
+        first = 1
+    else:
+        first = 0
     for layer, stream in enumerate(hidden_states[first:-1]):  # the last hidden state is after the final norm
         if not _apart(stream, streams[(layer + 1) * sub_layers_per_layer - 1].transpose(0, 1)) <= TOLERANCE:
             return f"the streams part in layer {layer}"

@@ -55,7 +55,10 @@ def write_weights(
     files_by_tensor = {}
     values = prefetched(made(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
     for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        if len(shards) == 1:
+            name = "model.safetensors"
+        else:
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         with writing(folder / name) as write:
             write(memoryview(head_of(((t.rule.theirs, t.dtype, t.rule.shape) for t in shard), {"format": "pt"})))
             for tensor, value in zip(shard, values, strict=False):

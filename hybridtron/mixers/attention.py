@@ -41,27 +41,43 @@ class Heads(Mixer):
         self.head_dim, self.rotary_dim = spec.head(sizes), spec.rotary(sizes)
         queries, keys = spec.channels(sizes)
         whole_kv = spec.parameters(sizes)["kv.weight"].cut_over("tensor", tensor.size) is None
-        self.kv_heads = tensor.groups_used(spec.heads, spec.groups()) if whole_kv and tensor.size > 1 else None
+        if whole_kv and tensor.size > 1:
+            self.kv_heads = tensor.groups_used(spec.heads, spec.groups())
+        else:
+            self.kv_heads = None
         self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that divide a token's keys
         width = spec.input_width(sizes)
         self.q = column_parallel(width, queries, tensor)
         self.kv = column_parallel(width, 2 * keys, self.keys_over)
         self.out = row_parallel(queries, sizes.width, tensor)
-        self.gate = column_parallel(width, queries, tensor) if spec.gate else None
+        if spec.gate:
+            self.gate = column_parallel(width, queries, tensor)
+        else:
+            self.gate = None
         self.own_keys = keys if whole_kv else tensor.share(keys)
         if spec.qk_norm != "none":
-            sizes_qk = (self.head_dim,) * 2 if spec.qk_norm == "head" else (tensor.share(queries), self.own_keys)
+            if spec.qk_norm == "head":
+                sizes_qk = (self.head_dim,) * 2
+            else:
+                sizes_qk = (tensor.share(queries), self.own_keys)
             self.q_norm_weight, self.k_norm_weight = (nn.Parameter(torch.empty(size)) for size in sizes_qk)
         if spec.conv:
             self.q_conv = nn.Parameter(torch.empty(tensor.share(queries), spec.conv))
             self.kv_conv = nn.Parameter(torch.empty(2 * self.own_keys, spec.conv))
-        self.q_conv_bias = nn.Parameter(torch.empty(len(self.q_conv))) if spec.conv_bias else None
-        self.kv_conv_bias = nn.Parameter(torch.empty(len(self.kv_conv))) if spec.conv_bias else None
+        if spec.conv_bias:
+            self.q_conv_bias = nn.Parameter(torch.empty(len(self.q_conv)))
+            self.kv_conv_bias = nn.Parameter(torch.empty(len(self.kv_conv)))
+        else:
+            self.q_conv_bias = None
+            self.kv_conv_bias = None
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         before = state or {}
         new = State()
-        parts = () if self.heads.conv else (self.own_keys, self.own_keys)
+        if self.heads.conv:
+            parts = ()
+        else:
+            parts = (self.own_keys, self.own_keys)
         q_BLC, *kv_BLC = (part.transpose(0, 1) for part in self.project(x_LBD, parts))
         gate_BLC = None if self.gate is None else kv_BLC.pop()
         if self.heads.conv:
@@ -132,7 +148,10 @@ class Heads(Mixer):
 
         `form` replaces the attention op.
         """
-        memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
+        if "keys" in before:
+            memory = AttentionMemory(before["keys"], before["values"], before["length"])
+        else:
+            memory = None
         memory = memory_before(k_BLGK, v_BLGK, window, memory, seq)
         inputs = AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory, seq.borders_E)
         y_BLHK = (form or self.attention)(inputs)

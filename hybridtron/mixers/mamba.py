@@ -80,7 +80,10 @@ class Mamba(Mixer):
         aux = {}
         if self.spec.sparse is not None:
             shared = B_BLN.unsqueeze(2), C_BLN.unsqueeze(2), x_BLE
-            k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
+            if self.spec.projects:
+                k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor)
+            else:
+                k_q_v = shared
             attended_BLE, sparse_state, aux = self.sparse(*k_q_v, before, seq)
             y_BLE = y_BLE + attended_BLE * F.silu(z_BLE)
             new = new | sparse_state

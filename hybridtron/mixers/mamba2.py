@@ -54,9 +54,15 @@ class Mamba2(Mixer):
         heads = spec.num_heads(sizes)
         self.inner, self.heads = tensor.share(inner), tensor.share(heads)
         self.whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_over("tensor", tensor.size) is None
-        self.groups_used = tensor.groups_used(heads, spec.groups) if self.whole_groups else slice(None)
+        if self.whole_groups:
+            self.groups_used = tensor.groups_used(heads, spec.groups)
+        else:
+            self.groups_used = slice(None)
         bc_channels = 2 * spec.groups * spec.state
-        own_bc_channels = bc_channels if self.whole_groups else tensor.share(bc_channels)
+        if self.whole_groups:
+            own_bc_channels = bc_channels
+        else:
+            own_bc_channels = tensor.share(bc_channels)
         self.in_proj = column_parallel(sizes.width, 2 * inner + heads, tensor)
         self.bc_proj = column_parallel(sizes.width, bc_channels, tensor.whole() if self.whole_groups else tensor)
         self.x_conv_weight = nn.Parameter(torch.empty(self.inner, spec.conv))
@@ -65,7 +71,10 @@ class Mamba2(Mixer):
         self.bc_conv_bias = nn.Parameter(torch.empty(own_bc_channels))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         # inverse softplus of the smallest step size
-        self.least_dt = spec.dt_floor + math.log(-math.expm1(-spec.dt_floor)) if spec.dt_floor else -math.inf
+        if spec.dt_floor:
+            self.least_dt = spec.dt_floor + math.log(-math.expm1(-spec.dt_floor))
+        else:
+            self.least_dt = -math.inf
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.empty(self.heads))
         if spec.norm:
@@ -110,11 +119,17 @@ class Mamba2(Mixer):
         aux: dict[str, Tensor] = {}
         if self.spec.sparse is not None:
             shared = B_BLGN, C_BLGN, x_BLE
-            k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
+            if self.spec.projects:
+                k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor)
+            else:
+                k_q_v = shared
             attended_BLE, sparse_state, aux = self.sparse(*k_q_v, before, seq)
             y_BLHP = y_BLHP + attended_BLE.view_as(y_BLHP)
             new = new | sparse_state
-        y_BLE = self._normed(y_BLHP, z_BLE) if self.spec.norm else gated_alone(y_BLHP, z_BLE)
+        if self.spec.norm:
+            y_BLE = self._normed(y_BLHP, z_BLE)
+        else:
+            y_BLE = gated_alone(y_BLHP, z_BLE)
         return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
 
     def _multiplied(self, z_LBE: Tensor, x_LBE: Tensor, dt_LBH: Tensor, bc_LBC: Tensor) -> tuple[Tensor, ...]:

@@ -48,7 +48,10 @@ class Mamba3(Mixer):
         heads = spec.num_heads(sizes)
         self.inner, self.heads = tensor.share(inner), tensor.share(heads)
         whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_over("tensor", tensor.size) is None
-        self.groups_used = tensor.groups_used(heads, spec.groups) if whole_groups else slice(None)
+        if whole_groups:
+            self.groups_used = tensor.groups_used(heads, spec.groups)
+        else:
+            self.groups_used = slice(None)
         self.in_proj = column_parallel(sizes.width, 2 * inner + 3 * heads, tensor)
         bc_channels = 2 * spec.groups * spec.state
         self.bc_proj = column_parallel(sizes.width, bc_channels, tensor.whole() if whole_groups else tensor)
@@ -144,7 +147,9 @@ def of_next_token(x_BLH: Tensor, documents_BL: Tensor | None) -> Tensor:
     """Return each token's successor in x; zero if that belongs to another document or row."""
     next_BLH = F.pad(x_BLH[:, 1:], (0, 0, 0, 1))
     starts_BL = document_starts(documents_BL)
-    return next_BLH if starts_BL is None else next_BLH.masked_fill(F.pad(starts_BL[:, 1:], (0, 1)).unsqueeze(2), 0)
+    if starts_BL is None:
+        return next_BLH
+    return next_BLH.masked_fill(F.pad(starts_BL[:, 1:], (0, 1)).unsqueeze(2), 0)
 
 
 class Turns(NamedTuple):
@@ -195,5 +200,7 @@ def first_step(new: State, before: State, start_BH: Tensor, begin_BHS: Tensor | 
 def summed(h_BHPN: Tensor | None, added_BHPN: Tensor | None) -> Tensor | None:
     """Sum the terms that are not None; return None if both are."""
     if h_BHPN is None or added_BHPN is None:
-        return added_BHPN if h_BHPN is None else h_BHPN
+        if h_BHPN is None:
+            return added_BHPN
+        return h_BHPN
     return added_BHPN + h_BHPN

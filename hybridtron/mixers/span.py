@@ -59,7 +59,10 @@ class SpanAttention(Heads):
         head_count = tensor.share(spec.heads)
         self.own_heads = slice(tensor.rank * head_count, (tensor.rank + 1) * head_count)
         used = tensor.groups_used(spec.heads, spec.groups())
-        self.own_groups = list(range(used.start, used.stop)) if isinstance(used, slice) else used
+        if isinstance(used, slice):
+            self.own_groups = list(range(used.start, used.stop))
+        else:
+            self.own_groups = used
 
     @untraced  # shapes and the number of reads depend on the data and the step
     def attend(
@@ -69,11 +72,20 @@ class SpanAttention(Heads):
             return self.attend_within(None, q_BLHK, k_BLGK, v_BLGK, before, seq)
         chunk = self._chunk(seq)
         remembered = self.spec.remembered(training=seq.key is not None)
-        memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
-        seen_counts = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
+        if "keys" in before:
+            memory = AttentionMemory(before["keys"], before["values"], before["length"])
+        else:
+            memory = None
+        if memory is None:
+            seen_counts = [0] * len(q_BLHK)
+        else:
+            seen_counts = memory.length_B.tolist()
         counts = [(count, self._kept(count, chunk, remembered)) for count in seen_counts]
         rows = SpanCut(chunk, self.spec.block, self._segments(seq, counts))
-        reach = None if self.spec.retrieves else max(self.spec.chunks()) + 1
+        if self.spec.retrieves:
+            reach = None
+        else:
+            reach = max(self.spec.chunks()) + 1
         memory = memory_before(k_BLGK, v_BLGK, reach, memory, seq)
         k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
         if self.spec.memory == "shifted":
@@ -84,7 +96,10 @@ class SpanAttention(Heads):
             y_BLHK = span_attention(SpanInputs(q_BLHK, k_BSGK, v_BSGK, *self._own(rows, chosen, seq)))
         if not seq.carried:
             return y_BLHK, {}
-        keep = None if remembered is None else remembered + max(self.spec.chunks())
+        if remembered is None:
+            keep = None
+        else:
+            keep = remembered + max(self.spec.chunks())
         memory_after = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
         length = q_BLHK.shape[1] * (1 if seq.share is None else seq.share.size)
         ends = {row: s.end_place for s in rows.segments if s.stop == length for row in _numbers(s.rows)}
@@ -135,7 +150,8 @@ class SpanAttention(Heads):
             if start >= stop:
                 continue
             seen_count, kept_count = (before + start - segment.start for before in (segment.seen, segment.kept))
-            kept_count = kept_count if self.spec.retrieves else min(kept_count, self._kept(seen_count, rows.chunk, 0))
+            if not self.spec.retrieves:
+                kept_count = min(kept_count, self._kept(seen_count, rows.chunk, 0))
             own_segment = SpanSegment(segment.rows, start - share.first, stop - share.first, seen_count, kept_count)
             segments.append(own_segment)
             if chosen:
@@ -155,9 +171,15 @@ class SpanAttention(Heads):
         if self.spec.memory == "random":
             key = seq.number(f"blocks/{self.layer}")
             return choose_at_random(cut, self.spec.blocks, key, self.own_groups, q_BLHK.device), {}
-        landmarks_HK = self._landmarks(q_BLHK) if self.spec.memory == "landmark" else None
+        if self.spec.memory == "landmark":
+            landmarks_HK = self._landmarks(q_BLHK)
+        else:
+            landmarks_HK = None
         rule = ChoiceRule(self.spec.blocks, self.spec.relevance == "previous_chunk", landmarks_HK)
-        past = SpanPast(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
+        if "summaries" in before:
+            past = SpanPast(before["queries"], before["summaries"], before["sums"])
+        else:
+            past = None
         carried = CarriedBlocks(*self.spec.carried_blocks(self.spec.remembered(training=seq.key is not None)))
         past_of = partial(known_of, cut, rule, heads, past)
         length = q_BLHK.shape[1]

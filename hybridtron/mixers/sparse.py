@@ -112,14 +112,20 @@ class SparseBranch(nn.Module):
         if share is None:
             return memory
         behind_R, reaches_R = (x_B.repeat_interleave(groups) for x_B in (share.behind_B, share.reaches_B))
-        length_R = behind_R if memory is None else behind_R + torch.where(reaches_R, memory.length_R, 0)
+        if memory is None:
+            length_R = behind_R
+        else:
+            length_R = behind_R + torch.where(reaches_R, memory.length_R, 0)
         nothing = SparseMemory(own.keys_RSN[:, :0], own.values_RSP[:, :0], own.places_RS[:, :0], length_R)
         if own.scores_RS is not None:
             nothing = nothing._replace(scores_RM=own.scores_RS[:, :0])
         bins_RL = hashed(own.keys_RSN, own.documents_RS)
         slots = min(self.options.slots, share.length)
         remembered = remember(self.budget, joined(nothing, own), bins_RL, slots)
-        carried = [] if memory is None else [_where(reaches_R, memory)]
+        if memory is None:
+            carried = []
+        else:
+            carried = [_where(reaches_R, memory)]
         return merged([*carried, *_earlier(remembered, behind_R, share)], length_R)
 
     def _scores(
@@ -132,7 +138,10 @@ class SparseBranch(nn.Module):
         if seq.share is not None:
             _, added_RN = query_directions(q_RLN, documents_RL, zeros_RN)
             sums_BGN = state_before(added_RN.unflatten(0, (batch, -1)), None, sums_BGN, seq.share)
-        sums_RN = zeros_RN if sums_BGN is None else sums_BGN.flatten(0, 1)
+        if sums_BGN is None:
+            sums_RN = zeros_RN
+        else:
+            sums_RN = sums_BGN.flatten(0, 1)
         directions_RLN, last_RN = query_directions(q_RLN, documents_RL, sums_RN)
         x = torch.cat((at_least_fp32(k_RLN.detach()), directions_RLN), dim=-1)
         for weight, bias in ((self.weight_1, self.bias_1), (self.weight_2, self.bias_2)):
@@ -146,7 +155,12 @@ class SparseBranch(nn.Module):
         """
         (batch, length) = seq.positions_BL.shape
         share = seq.share
-        first, whole = (0, length) if share is None else (share.first, share.size * length)
+        if share is None:
+            first = 0
+            whole = length
+        else:
+            first = share.first
+            whole = share.size * length
         seed = seq.number(f"candidates/{self.layer}")
         chosen_BC = candidates(seed, batch, whole, self.budget.best, q_RLN.device)
         chosen_RC = chosen_BC.repeat_interleave(len(q_RLN) // batch, dim=0)
@@ -157,7 +171,10 @@ class SparseBranch(nn.Module):
             x if share is None else sum_over_shares(x, share)
             for x in worth_of_keys(q_RLN, own.documents_RS, first, keys_RCN, documents_RC, chosen_RC)
         )
-        worth_RC = sums_RC if self.options.target == "sum" else sums_RC / asks_RC
+        if self.options.target == "sum":
+            worth_RC = sums_RC
+        else:
+            worth_RC = sums_RC / asks_RC
         loss = self.options.alpha * ranking_loss(x_RC, worth_RC, documents_RC)
         return loss / self.ranks + (loss - loss / self.ranks).detach()
 
@@ -191,7 +208,10 @@ def _documents(seq: SeqInfo) -> tuple[Tensor, Tensor]:
 
 def _of_row(x_RL: Tensor, chosen_RC: Tensor, share: RowShare | None) -> Tensor:
     """Gather the values at these tokens of each row, across the ranks that divide the row."""
-    places_RC = chosen_RC if share is None else chosen_RC - share.first
+    if share is None:
+        places_RC = chosen_RC
+    else:
+        places_RC = chosen_RC - share.first
     index = places_RC.clamp(0, x_RL.shape[1] - 1).view(*places_RC.shape, *[1] * (x_RL.dim() - 2))
     gathered_RC = x_RL.gather(1, index.expand(*places_RC.shape, *x_RL.shape[2:]))
     if share is None:
@@ -234,7 +254,10 @@ def _carried(before: State, groups: int) -> SparseMemory | None:
 
 def _state(memory: SparseMemory, groups: int) -> State:
     """Return a memory as state parts."""
-    scores = {} if memory.scores_RM is None else {"sparse_scores": _groups(memory.scores_RM, groups)}
+    if memory.scores_RM is None:
+        scores = {}
+    else:
+        scores = {"sparse_scores": _groups(memory.scores_RM, groups)}
     return scores | {
         "sparse_keys": _groups(memory.keys_RMN, groups),
         "sparse_values": _groups(memory.values_RMP, groups).flatten(2),

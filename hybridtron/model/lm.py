@@ -47,7 +47,9 @@ FULL_MODEL = ModelSlice()
 
 def stream_dtype(computed: torch.dtype, residual_fp32: bool) -> torch.dtype:
     """Return the dtype of the residual stream between sub-layers and between pipeline stages."""
-    return torch.promote_types(computed, torch.float32) if residual_fp32 else computed
+    if residual_fp32:
+        return torch.promote_types(computed, torch.float32)
+    return computed
 
 
 class ModelOut(NamedTuple):
@@ -85,7 +87,10 @@ class LanguageModel(nn.Module):
             self.embedding = embedding(config.vocab_size, config.width, tensor)
         elif model_slice.last and self.tied:
             self.embedding = Head(config.width, config.vocab_size, tensor)
-        layers = range(len(arch.specs)) if model_slice.layers is None else model_slice.layers
+        if model_slice.layers is None:
+            layers = range(len(arch.specs))
+        else:
+            layers = model_slice.layers
         stack = Stack(arch, layers, config.norm_eps, tensor, recompute, offload, config.residual_multiplier)
         # this order gives shared weights their names
         self.shared = share_weights(stack, arch)
@@ -125,7 +130,10 @@ class LanguageModel(nn.Module):
             x_LBD, embedded_LBD = x_LBD.chunk(2)
         x_LBD, new_states, aux = self.layers(x_LBD, states, seq, embedded_LBD)
         if not self.slice.last:
-            sent_LBD = x_LBD if embedded_LBD is None else torch.cat((x_LBD, embedded_LBD))
+            if embedded_LBD is None:
+                sent_LBD = x_LBD
+            else:
+                sent_LBD = torch.cat((x_LBD, embedded_LBD))
             return ModelOut(sent_LBD, new_states, aux)
         x_LBD = multiplied(self.norm(x_LBD), 1 / self.logits_scaling)
         if logits:
@@ -141,7 +149,9 @@ class LanguageModel(nn.Module):
         """Return the head's weight, or the embedding's if both are tied."""
         if self.tied and self.slice.first:
             return self.get_parameter("embedding.weight")
-        return self.embedding() if self.tied else self.head()
+        if self.tied:
+            return self.embedding()
+        return self.head()
 
     def cast(self, dtype: torch.dtype) -> LanguageModel:
         """Convert the weights to `dtype`; those marked fp32 in the table (A_log, D, dt bias) stay in at least fp32."""

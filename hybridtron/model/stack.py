@@ -54,7 +54,9 @@ class ResidualStream(NamedTuple):
 
     def added(self) -> Tensor:
         """Return the stream as one tensor, with the pending addend."""
-        return self.x_LBD if self.pending_LBD is None else self.x_LBD + self.pending_LBD
+        if self.pending_LBD is None:
+            return self.x_LBD
+        return self.x_LBD + self.pending_LBD
 
     def settled(self) -> ResidualStream:
         """Return the same stream with nothing pending."""
@@ -68,8 +70,13 @@ class ResidualStream(NamedTuple):
     @property
     def newest_LBD(self) -> Tensor:
         """The most recently computed tensor of the stream."""
-        newest_LBD = self.pending_LBD if self.fed_LBD is None else self.fed_LBD
-        return self.x_LBD if newest_LBD is None else newest_LBD
+        if self.fed_LBD is None:
+            newest_LBD = self.pending_LBD
+        else:
+            newest_LBD = self.fed_LBD
+        if newest_LBD is None:
+            return self.x_LBD
+        return newest_LBD
 
 
 class StreamNorm(RMSNorm):
@@ -238,7 +245,12 @@ class Stack(nn.ModuleDict):
             is_beside = isinstance(layer, Beside)
             again = name in self.recomputed and torch.is_grad_enabled()
             # Add before checkpointing, which then saves one input tensor instead of two.
-            inputs = (normed_LBD,) if is_beside else stream.settled() if again else stream
+            if is_beside:
+                inputs = (normed_LBD,)
+            elif again:
+                inputs = stream.settled()
+            else:
+                inputs = stream
             if again:
                 out = checkpoint(layer, *inputs, state, seq, use_reentrant=False, preserve_rng_state=False)
             elif name in self.offloaded and torch.is_grad_enabled():
@@ -249,10 +261,16 @@ class Stack(nn.ModuleDict):
             else:
                 out = layer(*inputs, state, seq)
                 offloaded.end(out.stream.newest_LBD, None)
-            stream = stream.joined(out.stream.newest_LBD) if is_beside else out.stream
+            if is_beside:
+                stream = stream.joined(out.stream.newest_LBD)
+            else:
+                stream = out.stream
             new_states[index] = out.state
             normed_LBD = out.normed_LBD
             for key, loss in out.aux.items():
-                total_aux[key] = total_aux[key] + loss if key in total_aux else loss
+                if key in total_aux:
+                    total_aux[key] = total_aux[key] + loss
+                else:
+                    total_aux[key] = loss
         offloaded.close()
         return StackOut(stream.added(), new_states, total_aux)

@@ -91,13 +91,19 @@ def residuals(model: LanguageModel) -> dict[int, Residual]:
 def _inner(mixer: Mixer) -> int:
     """Return the size of a mixer's vectors; 1 for a mixer or an option that the compiled call does not support."""
     if isinstance(mixer, Mamba):
-        return len(mixer.get_parameter("in_proj.weight")) // 2 if mixer.spec.sparse is None else 1
+        if mixer.spec.sparse is None:
+            return len(mixer.get_parameter("in_proj.weight")) // 2
+        return 1
     if isinstance(mixer, SwiGLU):
-        return len(mixer.get_parameter("gate_up.weight")) // 2 if mixer.multiplier == 1 else 1
+        if mixer.multiplier == 1:
+            return len(mixer.get_parameter("gate_up.weight")) // 2
+        return 1
     if not isinstance(mixer, Attention) or not mixer.window:
         return 1
     heads = mixer.heads
-    return 1 if heads.conv or heads.gate or heads.qk_norm != "none" or heads.scale is not None else VECTOR
+    if heads.conv or heads.gate or heads.qk_norm != "none" or heads.scale is not None:
+        return 1
+    return VECTOR
 
 
 class CompiledSteps:

@@ -79,7 +79,10 @@ class ScanOfChunks(torch.autograd.Function):
             for grad_BL, grad_BT in zip(token_grads, of_tokens, strict=True):
                 if grad_BL is not None and grad_BT is not None:
                     grad_BL[:, tokens] = grad_BT
-            totals = [a + b for a, b in zip(totals, of_parameters, strict=True)] if totals else list(of_parameters)
+            if totals:
+                totals = [a + b for a, b in zip(totals, of_parameters, strict=True)]
+            else:
+                totals = list(of_parameters)
         parameters = fields[len(token_grads) : -1]
         remaining_totals = iter(totals)
         parameter_grads = (None if p is None else next(remaining_totals).to(p.dtype) for p in parameters)

@@ -53,7 +53,9 @@ def left_to_torch_compile() -> str | None:
 
     torch.compile can fuse the reference with its neighbours, but it cannot look into a kernel or compiled C++.
     """
-    return "torch.compile joins the reference to what stands around it" if torch.compiler.is_compiling() else None
+    if torch.compiler.is_compiling():
+        return "torch.compile joins the reference to what stands around it"
+    return None
 
 
 def untraced(function: Function) -> Function:
@@ -68,7 +70,9 @@ def untraced(function: Function) -> Function:
     def call(*arguments: Any) -> Any:
         if not left and "torch._dynamo" in sys.modules:
             left.append(torch.compiler.disable(function))
-        return left[0](*arguments) if left else function(*arguments)
+        if left:
+            return left[0](*arguments)
+        return function(*arguments)
 
     return cast(Function, call)
 
@@ -163,7 +167,9 @@ def _reasons(skipped: dict[str, list[str]]) -> str:
 
 def _listed(names: list[str]) -> str:
     """Join up to three names; shorten longer lists, so that a reason fits beside them on a line of 80 columns."""
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{names[0]} and {len(names) - 1} others"
 
 
 def anything_forced() -> bool:

@@ -21,7 +21,9 @@ def flex_unsupported_reason(q_BLHK: Tensor) -> str | None:
     if q_BLHK.dtype == torch.float64:
         return "has no float64"
     size = q_BLHK.shape[-1]
-    return f"takes heads of at least {SMALLEST_HEAD} channels, not {size}" if size < SMALLEST_HEAD else None
+    if size < SMALLEST_HEAD:
+        return f"takes heads of at least {SMALLEST_HEAD} channels, not {size}"
+    return None
 
 
 def mask_of_tiles(

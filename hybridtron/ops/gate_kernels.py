@@ -61,7 +61,8 @@ class _Gate(torch.autograd.Function):
 
 
 def _launch(kernel: Any, numbers: tuple[float, ...], shape: torch.Size, *tensors: Tensor) -> None:
-    rows, channels = shape[:-1].numel(), shape[-1]
+    rows = shape[:-1].numel()
+    channels = shape[-1]
     launch(kernel, (rows, ceil_div(channels, BLOCK)), *tensors, channels, *numbers, BLOCK, warps=WARPS)
 
 

@@ -8,20 +8,28 @@ from torch import Tensor
 
 def wide_type(x: Tensor) -> torch.dtype:
     """Return the dtype of states and sums: float64 for float64 inputs, else fp32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    if x.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def state_before(state: Tensor | None, tokens: Tensor, *sizes: int) -> Tensor:
     """Return the state before rows of tokens (B, ...), in the dtype to compute in; zeros (B, *sizes) if it is None."""
     wide = wide_type(tokens)
-    return tokens.new_zeros(tokens.shape[0], *sizes, dtype=wide) if state is None else state.to(wide)
+    if state is None:
+        return tokens.new_zeros(tokens.shape[0], *sizes, dtype=wide)
+    return state.to(wide)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """Convert a tensor to fp32; return a float64 tensor unchanged."""
-    return x if x.dtype == torch.float64 else x.float()
+    if x.dtype == torch.float64:
+        return x
+    return x.float()
 
 
 def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
     """Return the narrower of two dtypes: the one whose values the other can hold."""
-    return first if torch.promote_types(first, second) == second else second
+    if torch.promote_types(first, second) == second:
+        return first
+    return second

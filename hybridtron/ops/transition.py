@@ -45,7 +45,9 @@ class StateTransition(NamedTuple):
 
     def apply(self, state: Tensor) -> Tensor:
         """Apply the transition to the state before the row (B, ...)."""
-        return self.values @ state if self.is_matrix else self.values * state
+        if self.is_matrix:
+            return self.values @ state
+        return self.values * state
 
 
 def scan_transition(inputs: ScanInputs) -> StateTransition:

@@ -66,5 +66,8 @@ class AccumulatedLinear(torch.autograd.Function):
         weight_OI = ctx.weight_OI
         needs_x, needs_weight = ctx.needs_input_grad
         flat_TO = grad_TO.flatten(0, -2)
-        dx = matrix_product(ProductInputs(flat_TO, weight_OI)).view(*grad_TO.shape[:-1], -1) if needs_x else None
+        if needs_x:
+            dx = matrix_product(ProductInputs(flat_TO, weight_OI)).view(*grad_TO.shape[:-1], -1)
+        else:
+            dx = None
         return dx, weight_gradient(weight_OI, [flat_TO], x_TI.flatten(0, -2)) if needs_weight else None

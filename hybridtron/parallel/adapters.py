@@ -55,13 +55,18 @@ class Adapter(nn.Module):
         rows = self._rows()
         self.A = nn.Parameter(torch.empty(len(rows) * sizes.rank, sizes.inputs))
         self.B = nn.Parameter(torch.empty(sum(rows), sizes.rank))
-        self.M = nn.Parameter(torch.empty(sum(rows))) if sizes.dora else None
+        if sizes.dora:
+            self.M = nn.Parameter(torch.empty(sum(rows)))
+        else:
+            self.M = None
         self.seq: SeqInfo | None = None  # set by `begin` for the current forward pass
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Return the adapted output of a layer with input x, output y and this weight."""
         y = y + self.added(x)
-        return y if self.M is None else (y * self._factors(self.M, weight)).to(y.dtype)
+        if self.M is None:
+            return y
+        return (y * self._factors(self.M, weight)).to(y.dtype)
 
     def added(self, x: Tensor) -> Tensor:
         """Return scale B A x, with zeros for the parts that are not adapted."""
@@ -71,7 +76,9 @@ class Adapter(nn.Module):
             functional.linear(*next(pairs)) if part.adapted else x.new_zeros(*x.shape[:-1], part.rows)
             for part in self.sizes.parts
         ]
-        return products[0] if len(products) == 1 else torch.cat(products, -1)
+        if len(products) == 1:
+            return products[0]
+        return torch.cat(products, -1)
 
     def begin(self, _mixer: nn.Module, given: tuple[Any, ...]) -> None:
         """Store the `SeqInfo` of the pass; a forward pre-hook of the mixer, called again when a pass is recomputed."""
@@ -150,7 +157,10 @@ def attach_adapters(
             continue
         assert adapters is not None
         cut = table[name].cut_over("tensor", tensor.size)
-        ranks = tensor.size if cut is not None and cut.axis == 0 else 1
+        if cut is not None and cut.axis == 0:
+            ranks = tensor.size
+        else:
+            ranks = 1
         own_parts = [replace(part, rows=part.rows // ranks) for part in parts]
         inputs = table[name].share_shape({"tensor": tensor.size})[1]
         inside = inputs < table[name].shape[1]

@@ -124,14 +124,18 @@ def state_before(added: Tensor, transition: StateTransition | None, state: Tenso
         transition = StateTransition(torch.ones_like(added))
     values = _shifted(torch.where(passes, transition.values, 0), share, 1)
     added = _shifted(added, share, 1)
-    identity = values.new_ones(values.shape[-1]).diag() if transition.is_matrix else values.new_ones(())
+    if transition.is_matrix:
+        identity = values.new_ones(values.shape[-1]).diag()
+    else:
+        identity = values.new_ones(())
     # rank 0 received zeros: no shard precedes it, so that its T is the identity
     through = transition._replace(values=values if share.rank else values + identity)
     hop = 1
     while hop < share.size - 1:
         earlier = _shifted(through.values, share, hop)
         earlier_added = _shifted(added, share, hop)
-        earlier = earlier if share.rank >= hop else earlier + identity
+        if not (share.rank >= hop):
+            earlier = earlier + identity
         added = added + through.apply(earlier_added)
         through = through._replace(values=through.apply(earlier))
         hop *= 2
@@ -168,13 +172,19 @@ def memory_before(
     share = seq.share
     if share is None:
         return carried
-    count = share.length * (share.size - 1) if window is None else window - 1
+    if window is None:
+        count = share.length * (share.size - 1)
+    else:
+        count = window - 1
     real = min(count, share.first)
     halo_BTGK = _halo(torch.cat((k_BLGK, v_BLGK), -1), count, share)[:, count - real :]
     keys, values = halo_BTGK.split((k_BLGK.shape[-1], v_BLGK.shape[-1]), -1)
     length_B = share.behind_B
     if carried is not None:
-        max_carried = carried.keys_BMGK.shape[1] if window is None else count - real
+        if window is None:
+            max_carried = carried.keys_BMGK.shape[1]
+        else:
+            max_carried = count - real
         older = slice(max(0, carried.keys_BMGK.shape[1] - max_carried), None)
         keys = torch.cat((carried.keys_BMGK[:, older], keys), 1)
         values = torch.cat((carried.values_BMGK[:, older], values), 1)
@@ -238,7 +248,9 @@ def _halo(x_BLC: Tensor, count: int, share: RowShare) -> Tensor:
     for hop in range(hops, 0, -1):
         tokens = min(share.length, count - (hop - 1) * share.length)
         parts.append(_shifted(x_BLC[:, x_BLC.shape[1] - tokens :], share, hop))
-    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    if len(parts) > 1:
+        return torch.cat(parts, 1)
+    return parts[0]
 
 
 def _shifted(x: Tensor, share: RowShare, hop: int) -> Tensor:

@@ -39,7 +39,9 @@ class RankGroup:
         used = [head * groups // heads for head in range(self.rank * own_heads, (self.rank + 1) * own_heads)]
         distinct = range(used[0], used[-1] + 1)
         evenly = all(used.count(group) * len(distinct) == own_heads for group in distinct)
-        return slice(distinct.start, distinct.stop) if evenly else used
+        if evenly:
+            return slice(distinct.start, distinct.stop)
+        return used
 
 
 Mesh = Mapping[str, RankGroup]
@@ -90,7 +92,9 @@ def held_runs(sharded: Sharded, over: Cut, ranks: RankGroup) -> list[range]:
     sizes = sharded.fused_sizes(over.axis)
     if over.readers is not None:
         used = ranks.groups_used(over.readers, *sizes)
-        return [range(used.start, used.stop)] if isinstance(used, slice) else [range(h, h + 1) for h in used]
+        if isinstance(used, slice):
+            return [range(used.start, used.stop)]
+        return [range(h, h + 1) for h in used]
     runs = []
     start = 0
     for size in sizes:

@@ -42,4 +42,6 @@ class VocabularyParallel(VocabParallelEmbedding):
 
 def embedding(vocab_size: int, width: int, tensor: TensorGroup) -> nn.Module:
     """Build the module that maps tokens (B, L) to the start of the residual stream (L, B, D)."""
-    return Embedding(vocab_size, width) if tensor.size == 1 else VocabularyParallel(vocab_size, width, tensor)
+    if tensor.size == 1:
+        return Embedding(vocab_size, width)
+    return VocabularyParallel(vocab_size, width, tensor)

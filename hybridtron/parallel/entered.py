@@ -45,7 +45,10 @@ class EnteredProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_LBD: Tensor, entry: Entry, *weights: Tensor) -> tuple[Tensor, ...]:
-        whole_LBD, _ = _gathered(x_LBD, entry) if entry.sequence else (x_LBD, None)
+        if entry.sequence:
+            whole_LBD, _ = _gathered(x_LBD, entry)
+        else:
+            whole_LBD = x_LBD
         # The weights themselves: a saved tensor may come back as another object, without `main_grad`.
         ctx.entry = entry
         ctx.weights = weights

@@ -195,7 +195,9 @@ class Rounding:
 
         Only fp8_block rounds again, because its tiles lie along the summed axis; other recipes reuse `before`.
         """
-        return self(matrix, role, summed_axis=0) if self.recipe == Precision.fp8_block else before
+        if self.recipe == Precision.fp8_block:
+            return self(matrix, role, summed_axis=0)
+        return before
 
 
 def _greatest(matrix: Tensor) -> Tensor:
@@ -210,7 +212,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, rounding: Rounding, kept: Rounded | None) -> Tensor:
         x = rounding(x_TI, Role.x)
-        weight = rounding(weight_OI, Role.weight) if kept is None else kept
+        if kept is None:
+            weight = rounding(weight_OI, Role.weight)
+        else:
+            weight = kept
         y_TO = x.floats() @ weight.floats().T
         # Tiles along the tokens serve W's gradient alone, so without training the number of tokens is arbitrary.
         if rounding.training:

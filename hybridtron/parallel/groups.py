@@ -111,7 +111,10 @@ def start(
 
 def _join(launch: ProcessLaunch, init_method: str, fake: bool, timeout: timedelta) -> None:
     """Initialise torch.distributed: gloo, and NCCL for a GPU's tensors; a fake backend if `fake`."""
-    backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
+    if compute_device().type == "cpu":
+        backend = "gloo"
+    else:
+        backend = "cpu:gloo,cuda:nccl"
     place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if fake:
         dist.init_process_group("fake", store=FakeStore(), **place)

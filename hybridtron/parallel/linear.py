@@ -71,12 +71,16 @@ class TensorGroup(RankGroup):
 
     def without_fp8(self) -> TensorGroup:
         """Return the group without FP8, for projections that stay in the stream's precision."""
-        return self if self.products.fp8 is None else replace(self, products=replace(self.products, fp8=None))
+        if self.products.fp8 is None:
+            return self
+        return replace(self, products=replace(self.products, fp8=None))
 
     def of_layer(self, index: int) -> TensorGroup:
         """Return the group for the sub-layer at `index`, without FP8 if that sub-layer stays in bf16."""
         fp8 = self.products.fp8
-        return self if fp8 is None or index in fp8.layers else self.without_fp8()
+        if fp8 is None or index in fp8.layers:
+            return self
+        return self.without_fp8()
 
 
 SINGLE_RANK = TensorGroup()
@@ -91,7 +95,9 @@ class PlainLinear(nn.Module):
 
     def forward(self, x: Tensor | None) -> Tensor:
         """Return the product, or the weight itself if x is None (see `projected`)."""
-        return self.weight if x is None else product(x, self.weight)
+        if x is None:
+            return self.weight
+        return product(x, self.weight)
 
 
 class BranchingLinear(PlainLinear):
@@ -121,7 +127,9 @@ class ColumnParallel(ColumnParallelLinear):
         assert self.weight is not None
         if x is None:
             return self.weight
-        return product(x, self.weight) if accumulates(self.weight) else super().forward(x)[0]
+        if accumulates(self.weight):
+            return product(x, self.weight)
+        return super().forward(x)[0]
 
 
 class RowParallel(RowParallelLinear):
@@ -152,7 +160,9 @@ class RowParallel(RowParallelLinear):
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return x weight^T, with the weight's gradient accumulated in place if the weight is marked for that."""
-    return AccumulatedLinear.apply(x, weight) if accumulates(weight) else linear(LinearInputs(x, weight))  # type: ignore[return-value]
+    if accumulates(weight):
+        return AccumulatedLinear.apply(x, weight)  # type: ignore[return-value]
+    return linear(LinearInputs(x, weight))
 
 
 def accumulate_in_products(model: nn.Module) -> None:
@@ -189,7 +199,9 @@ def beside(projection: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
     The product adds its gradient in place to the second consumer's, which must be a tensor of its own.
     """
-    return projection(x) if isinstance(projection, BranchingLinear) else (x, projection(x))
+    if isinstance(projection, BranchingLinear):
+        return projection(x)
+    return (x, projection(x))
 
 
 def row_parallel_by_channel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
@@ -217,7 +229,9 @@ def _summed(in_features: int, out_features: int, tensor: TensorGroup, sequence: 
 
 def _sum_over_ranks(sequence: bool) -> Callable[..., Tensor]:
     """Return the collective that sums outputs: reduce-scatter by tokens if `sequence`, otherwise all-reduce."""
-    return reduce_scatter_to_sequence_parallel_region if sequence else reduce_from_tensor_model_parallel_region
+    if sequence:
+        return reduce_scatter_to_sequence_parallel_region
+    return reduce_from_tensor_model_parallel_region
 
 
 def _product(in_features: int, out_features: int, products: Products) -> nn.Module:
@@ -284,7 +298,9 @@ def leave(y_LBC: Tensor, tensor: TensorGroup) -> Tensor:
 
 def sum_gradients(x: Tensor, tensor: TensorGroup) -> Tensor:
     """Return x unchanged; in backward all-reduce its partial gradients."""
-    return x if tensor.size == 1 else copy_to_tensor_model_parallel_region(x, group=tensor.group)
+    if tensor.size == 1:
+        return x
+    return copy_to_tensor_model_parallel_region(x, group=tensor.group)
 
 
 def sum_shares(x: Tensor, tensor: TensorGroup) -> Tensor:

@@ -105,4 +105,6 @@ def gradients_for_norm(optimizer: Any) -> list[Tensor]:
     Megatron-core 0.19 renamed the method.
     """
     newer = getattr(optimizer, "get_grads_for_grad_norm", None)
-    return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()
+    if newer is None:
+        return optimizer.get_main_grads_for_grad_norm()
+    return newer()

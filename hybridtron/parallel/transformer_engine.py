@@ -190,5 +190,8 @@ def _recipe(fp8: Fp8) -> Any:
     recipes = optional_package(RECIPE_PACKAGE)
     if recipes.module is None:
         raise RuntimeError(f"{RECIPE_PACKAGE} is asked for, but it is {recipes.reason}")
-    options = {"amax_history_len": fp8.history, "amax_compute_algo": "max"} if fp8.delayed else {}
+    if fp8.delayed:
+        options = {"amax_history_len": fp8.history, "amax_compute_algo": "max"}
+    else:
+        options = {}
     return getattr(recipes.module, RECIPES[fp8.recipe])(**options)

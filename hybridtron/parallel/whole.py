@@ -33,12 +33,18 @@ def gathered(
     stage_ranks = dist.get_process_group_ranks(pipeline)
     for name, parameter in table.items():
         owner = next(stage for stage, names in enumerate(names_of_stages) if name in names)
-        whole = _joined(shares[name](), parameter, groups) if groups.pipeline_rank == owner else None
+        if groups.pipeline_rank == owner:
+            whole = _joined(shares[name](), parameter, groups)
+        else:
+            whole = None
         if owner > 0 and groups.tensor.rank == 0 and groups.copies.rank == 0:
             if whole is not None:
                 dist.send(whole, stage_ranks[0])
             elif groups.pipeline_rank == 0:
-                wide = torch.promote_types(dtype, torch.float32) if parameter.fp32 else dtype
+                if parameter.fp32:
+                    wide = torch.promote_types(dtype, torch.float32)
+                else:
+                    wide = dtype
                 whole = torch.empty(parameter.shape, dtype=wide)
                 dist.recv(whole, stage_ranks[owner])
         if groups.is_first:

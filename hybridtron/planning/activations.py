@@ -116,7 +116,10 @@ class RankUse:
             yield self.chunks[turn.forward].forward * self.value_bytes + (sent + 2 * before) * stream
         if turn.backward is not None:
             chunk = self.chunks[turn.backward]
-            received = self.stream * self.together if self.ranks > 1 and not chunk.last_norm else 0
+            if self.ranks > 1 and not chunk.last_norm:
+                received = self.stream * self.together
+            else:
+                received = 0
             made = chunk.back(received) + (chunk.kept if self.runs_again else 0)
             of_head = self.head_gradient if chunk.last_norm else 0
             yield made * self.value_bytes + of_head + (sent + before * (1 + interleaved)) * stream

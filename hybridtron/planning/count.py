@@ -131,7 +131,10 @@ def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int, learn
     several = at_a_time < tokens
     weights = vocabulary * width * learns
     sums = value_bytes * tokens * width + (FP32_BYTES if several else value_bytes) * weights
-    narrowed = value_bytes * weights if several and value_bytes < FP32_BYTES else 0
+    if several and value_bytes < FP32_BYTES:
+        narrowed = value_bytes * weights
+    else:
+        narrowed = 0
     return sums + max(value_bytes * at_a_time * vocabulary, narrowed)
 
 
@@ -143,4 +146,6 @@ def moment_bytes(precision: PrecisionConfig) -> int:
 def gradient_bytes(precision: PrecisionConfig, weight_is_fp32: bool) -> int:
     """Of an entry of a weight's gradient, as it is added up."""
     is_wide = weight_is_fp32 or "fp32" in (precision.name, precision.gradients)
-    return FP32_BYTES if is_wide else VALUE_BYTES[precision.name]
+    if is_wide:
+        return FP32_BYTES
+    return VALUE_BYTES[precision.name]

@@ -137,4 +137,6 @@ def _recomputing(config: Config, gpus: int) -> Iterator[tuple[ResolvedPhase, Pla
 
 
 def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -72,12 +72,16 @@ def _entered(use: LayerUse, found: SublayerWeights, phase: ResolvedPhase) -> int
     kept = shared(found.width, phase.config.parallel.tensor if use.gathered else 1)
     if found.adapted:
         return found.width - kept
-    return 0 if any(one.learns for one in found.entering) else -kept
+    if any(one.learns for one in found.entering):
+        return 0
+    return -kept
 
 
 def _beside(projection: WeightUse, phase: ResolvedPhase) -> int:
     """Values per token that an adapter keeps, on one rank."""
-    return 0 if projection.adapter is None else projection.adapter.shape[0] + _scaled(projection, phase)
+    if projection.adapter is None:
+        return 0
+    return projection.adapter.shape[0] + _scaled(projection, phase)
 
 
 def _scaled(projection: WeightUse, phase: ResolvedPhase) -> int:

@@ -80,7 +80,10 @@ def carried_parts(phase: ResolvedPhase) -> dict[int, dict[str, StatePart]]:
         return {}
     arch = architecture(phase.model)
     kinds = phase.carried_kinds
-    layers = range(len(arch.specs)) if states.layers is None else sorted(set(states.layers))
+    if states.layers is None:
+        layers = range(len(arch.specs))
+    else:
+        layers = sorted(set(states.layers))
     parts = {
         layer: {name: part for name, part in arch.specs[layer].state_parts(arch.sizes).items() if part.kind in kinds}
         for layer in layers
@@ -137,7 +140,10 @@ def gathers_again(spec: MixerSpec, config: Config) -> bool:
 def _layer_use(spec: MixerSpec, sizes: ModelSizes, config: Config, stream: int, runs_again: bool) -> LayerUse:
     parallel = config.parallel
     regathers = gathers_again(spec, config)
-    whole = spec.whole_values(sizes, parallel.tensor) if parallel.tensor > 1 else 0
+    if parallel.tensor > 1:
+        whole = spec.whole_values(sizes, parallel.tensor)
+    else:
+        whole = 0
     read = shared(spec.input_width(sizes), parallel.tensor if regathers else 1)
     inside = read + whole + shared(spec.activation_values(sizes) - whole, parallel.tensor)
     again = is_recomputed(spec, sizes, parallel.recompute)
@@ -148,9 +154,20 @@ def _layer_use(spec: MixerSpec, sizes: ModelSizes, config: Config, stream: int, 
     )
     passes = passes_of(spec, sizes, parallel.recompute, runs_again)
     # what the norm keeps: beside the stream also the embedding; nothing where there is none
-    own = 0 if spec.beside else stream * (2 if spec.feeds_next else 1)
-    as_it_is = read if parallel.tensor == 1 or not parallel.sequence or regathers else 0
-    given, there = (normed_values(config), as_it_is) if spec.beside else (stream, stream)
+    if spec.beside:
+        own = 0
+    else:
+        own = stream * (2 if spec.feeds_next else 1)
+    if parallel.tensor == 1 or not parallel.sequence or regathers:
+        as_it_is = read
+    else:
+        as_it_is = 0
+    if spec.beside:
+        given = normed_values(config)
+        there = as_it_is
+    else:
+        given = stream
+        there = stream
     return LayerUse(
         kept=given if again else own + inside,
         again=own + inside - there if again else 0,
@@ -169,7 +186,9 @@ def normed_values(config: Config) -> int:
 def stream_values(config: Config) -> int:
     """Values per token of the residual stream on one device; one in fp32 beside bf16 takes the place of two."""
     width = normed_values(config)
-    return width * FP32_BYTES // VALUE_BYTES[config.precision.name] if config.model.residual_fp32 else width
+    if config.model.residual_fp32:
+        return width * FP32_BYTES // VALUE_BYTES[config.precision.name]
+    return width
 
 
 def sent_values(config: Config) -> int:

@@ -294,7 +294,10 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], held: Weigh
     gathered = sum(step.uses[layer].gathered for chunk in chunks for layer in chunk.layers)
     if parallel.tensor > 1:  # the embedding's output, and the gradient of the head's input
         summed += (is_first + is_last) * model.width
-    borders = 2 * len(chunks) - is_first - is_last if parallel.pipeline > 1 else 0
+    if parallel.pipeline > 1:
+        borders = 2 * len(chunks) - is_first - is_last
+    else:
+        borders = 0
     is_tied = model.tie_embeddings and is_first != is_last and step.phase.learns("embedding.weight")
     tied = gradient_bytes(step.config.precision, False) * model.vocab_size * model.width // parallel.tensor
     between_stages = tied * is_tied + summed_over_stages(step.phase, step.table, step.held)

@@ -114,7 +114,10 @@ def turns(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[T
     live = [0] * stages
     for step in range(total + warm_up):
         forward = step // pipeline % stages if step < total else None
-        backward = stages - 1 - (step - warm_up) // pipeline % stages if step >= warm_up else None
+        if step >= warm_up:
+            backward = stages - 1 - (step - warm_up) // pipeline % stages
+        else:
+            backward = None
         if forward is not None:
             live[forward] += 1
         yield Turn(tuple(live), forward, backward)
@@ -139,7 +142,10 @@ def weight_bytes(phase: ResolvedPhase, data: int, weights: Mapping[str, Paramete
     stored = learning = gradients = follows = others = 0
     for name, weight in weights.items():
         size = local_size(weight, parallel)
-        width = FP32_BYTES if weight.fp32 else VALUE_BYTES[config.precision.name]
+        if weight.fp32:
+            width = FP32_BYTES
+        else:
+            width = VALUE_BYTES[config.precision.name]
         stored += width * size
         if not phase.learns(name):
             continue
@@ -148,6 +154,11 @@ def weight_bytes(phase: ResolvedPhase, data: int, weights: Mapping[str, Paramete
         follows += 0 if width == FP32_BYTES else FP32_BYTES * size
         for part in rule.parts(name, weight).values():  # those of the weight's shape are cut over data ranks as it is
             held = moment_bytes(config.precision) * local_size(part, parallel)
-            follows, others = (follows + held, others) if part.shape == weight.shape else (follows, others + held)
+            if part.shape == weight.shape:
+                follows = follows + held
+                others = others
+            else:
+                follows = follows
+                others = others + held
     ranks = data if parallel.distributed_optimizer else 1
     return WeightBytes(stored, learning, gradients, -(-follows // ranks) + others)

@@ -58,11 +58,15 @@ class GPU:
     def rate(self, kind: str, maker: str) -> float | None:
         """FLOPs a second of a product, or of attention, by whose kernel; None for what has no rate."""
         rate = {"product": self.products, "attention": self.attention}.get(kind)
-        return None if rate is None else rate * GAINS.get(maker, 1.0)
+        if rate is None:
+            return None
+        return rate * GAINS.get(maker, 1.0)
 
     def link(self, ranks: int) -> float:
         """Bytes a second that each of this number of neighbouring ranks sends."""
-        return self.inside_node if ranks <= self.node else self.between_nodes
+        if ranks <= self.node:
+            return self.inside_node
+        return self.between_nodes
 
 
 HOPPER = {"capability": (9, 0), "peak": 989 * TFLOP, "products": 600 * TFLOP, "attention": 300 * TFLOP}

@@ -131,7 +131,10 @@ def _key_rounds(part: StatePart, phase: ResolvedPhase) -> Iterator[HandedOver]:
     elif part.handed == "tail":
         yield HandedOver(1, _part_bytes(part, phase), False)
     elif part.handed != "table":
-        tokens = part.shape[0] if part.handed is None and part.shape[0] is not None else length * (context - 1)
+        if part.handed is None and part.shape[0] is not None:
+            tokens = part.shape[0]
+        else:
+            tokens = length * (context - 1)
         for hop in range(1, math.ceil(tokens / length) + 1):
             held = min(length, tokens - (hop - 1) * length)
             yield HandedOver(hop, _part_bytes(replace(part, shape=(held, *part.shape[1:])), phase))

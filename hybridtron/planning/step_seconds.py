@@ -63,11 +63,17 @@ def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[floa
     tokens = phase.tokens_of_rank * phase.chunks_together / parallel.tensor
     found = []
     for rank in made.ranks:
-        head = PRODUCTS * counted.head_flops / gpu.products if rank is made.ranks[-1] else 0.0
+        if rank is made.ranks[-1]:
+            head = PRODUCTS * counted.head_flops / gpu.products
+        else:
+            head = 0.0
         token = head + sum(of_layers[layer] for chunk in rank.chunks for layer in chunk.layers)
         hidden = sum(behind[layer] for chunk in rank.chunks for layer in chunk.layers)
         inside = rank.traffic.tensor / gpu.link(parallel.tensor) - made.micro_batches * tokens * hidden
-        between = rank.traffic.pipeline / gpu.link(made.world_size) if parallel.virtual_pipeline == 1 else 0.0
+        if parallel.virtual_pipeline == 1:
+            between = rank.traffic.pipeline / gpu.link(made.world_size)
+        else:
+            between = 0.0
         between += rank.traffic.context / gpu.link(parallel.tensor * parallel.context)
         first = [layer for chunk in rank.chunks for layer in chunk.layers[: parallel.offload]]
         copying = exposed_copies(
@@ -116,5 +122,8 @@ def hidden_seconds(layer: LayerCount, spec: MixerSpec, config: Config, gpu: GPU)
         return 0.0
     sent = (parallel.tensor - 1) * VALUE_BYTES[config.precision.name] * config.model.width / gpu.link(parallel.tensor)
     products = layer.flops.get("projections", 0) / 2 / gpu.products
-    again = min(sent, products) if gathers_again(spec, config) else 0.0
+    if gathers_again(spec, config):
+        again = min(sent, products)
+    else:
+        again = 0.0
     return min(sent if parallel.sequence else 2 * sent, products) + again

@@ -86,13 +86,17 @@ def _seconds(run: Callable[[], object]) -> float:
     start = now()
     result = run()
     end = now()
-    return result if isinstance(result, Seconds) else end - start
+    if isinstance(result, Seconds):
+        return result
+    return end - start
 
 
 def now() -> float:
     """Return the current time in seconds, after all work of the device is done."""
     synchronize()
-    return time.process_time() if processor_time() else time.perf_counter()
+    if processor_time():
+        return time.process_time()
+    return time.perf_counter()
 
 
 def processor_time() -> bool:
@@ -176,7 +180,11 @@ class BenchReport:
 
 def times(ratio: float) -> str:
     """Return a ratio as text: `3.4x`, `120x`."""
-    return f"{ratio:.2f}x" if 0.1 <= ratio < 10 else f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
+    if 0.1 <= ratio < 10:
+        return f"{ratio:.2f}x"
+    if ratio < 1000:
+        return f"{ratio:.3g}x"
+    return f"{ratio:,.0f}x"
 
 
 def per_token(measured: Mapping[int, Timings], form: str) -> list[str]:
@@ -246,7 +254,9 @@ def processor() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    if names:
+        return names[0]
+    return platform.processor() or platform.machine()
 
 
 def versions() -> str:

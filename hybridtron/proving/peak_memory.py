@@ -63,7 +63,9 @@ def added_by(prepared: Prepared, form: str, length: int, sizes: object) -> int:
     before = resident(reset=True)
     call()
     on_device = peak_memory_gib()
-    return round(on_device * 2**30) if on_device else max(resource.getpagesize(), resident(reset=False) - before)
+    if on_device:
+        return round(on_device * 2**30)
+    return max(resource.getpagesize(), resident(reset=False) - before)
 
 
 def resident(reset: bool) -> int:

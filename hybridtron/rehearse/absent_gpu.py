@@ -182,21 +182,33 @@ def _values(tensor: Tensor) -> Any:
 
 def _ones(shape: Sequence[int], one: float) -> Any:
     """A list of ones in lists."""
-    return [_ones(shape[1:], one) for _ in range(shape[0])] if len(shape) else one
+    if len(shape):
+        return [_ones(shape[1:], one) for _ in range(shape[0])]
+    return one
 
 
 def _copied_in(values: Any, dtype: torch.dtype | None) -> Tensor:
     """`torch.tensor(values, device="cuda")`: the host waits for the copy."""
     waits("copy to the device")
-    found = torch.from_numpy(numpy.asarray(values)).dtype if dtype is None else dtype
-    narrow = torch.float32 if dtype is None and found == torch.float64 else found
+    if dtype is None:
+        found = torch.from_numpy(numpy.asarray(values)).dtype
+    else:
+        found = dtype
+    if dtype is None and found == torch.float64:
+        narrow = torch.float32
+    else:
+        narrow = found
     return torch.empty(numpy.shape(values), dtype=narrow, device="cuda")
 
 
 def _plain(values: Any) -> Any:
     if isinstance(values, Tensor):
-        return values.item() if values.dim() == 0 else values.tolist()
-    return [_plain(value) for value in values] if isinstance(values, list | tuple) else values
+        if values.dim() == 0:
+            return values.item()
+        return values.tolist()
+    if isinstance(values, list | tuple):
+        return [_plain(value) for value in values]
+    return values
 
 
 def fake_tensors() -> FakeTensorMode:

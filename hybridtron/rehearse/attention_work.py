@@ -42,7 +42,10 @@ class _AttentionWork(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, sums = ctx.saved_tensors
-        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        if grads[0].stride(-1) == 1:
+            grad = grads[0]
+        else:
+            grad = grads[0].contiguous()
         wide = q.new_empty(q.shape, dtype=torch.float32)
         dots = torch.empty_like(sums)
         found = [torch.empty_like(x) for x in (q, k, v)]

@@ -47,7 +47,10 @@ def exceeded(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
         if found["implementations"].get(op) != name
     ]
     for key, most in budget.items():
-        allowed = most * SLACK if key.endswith(("bytes", "per token")) else most
+        if key.endswith(("bytes", "per token")):
+            allowed = most * SLACK
+        else:
+            allowed = most
         if key != "implementations" and found[key] > allowed:
             lines.append(f"{key}: {found[key]:,}, of {most:,}")
     return lines

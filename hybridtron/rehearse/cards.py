@@ -110,7 +110,9 @@ def card(recipe: str, measured: Mapping[str, Any], records: Sequence[Mapping[str
     else:
         lines.append("not rehearsed")
     text = "\n".join(lines) + "\n"
-    return text.replace("(../../docs/", "(../../../docs/") if "/" in recipe else text
+    if "/" in recipe:
+        return text.replace("(../../docs/", "(../../../docs/")
+    return text
 
 
 def _rehearsed(recipe: str, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -150,5 +152,9 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):  # losses by step
         return ", ".join(f"{step}: {loss:.4f}" for step, loss in value.items())
     if isinstance(value, float):
-        return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
-    return f"`{value}`" if isinstance(value, str) else str(value)
+        if value < 1e4:
+            return f"{value:,.4g}"
+        return f"{value:,.0f}"
+    if isinstance(value, str):
+        return f"`{value}`"
+    return str(value)

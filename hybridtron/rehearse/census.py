@@ -145,7 +145,9 @@ class Census(TorchDispatchMode):
         """The part of the step that is under way: torch runs the backward pass of a GPU on a thread of its own."""
         if self.part != "passes":
             return self.part
-        return "forward" if threading.get_ident() == self._main else "backward"
+        if threading.get_ident() == self._main:
+            return "forward"
+        return "backward"
 
     def wait(self, kind: str) -> None:
         """The line that runs waits."""
@@ -167,12 +169,18 @@ class Census(TorchDispatchMode):
                 self._places[torch._C._autograd._get_sequence_nr() - 1] = found
             return found
         node = torch._C._current_autograd_node()
-        return "megatron" if node is None else self._places.get(node._sequence_nr(), "autograd")
+        if node is None:
+            return "megatron"
+        return self._places.get(node._sequence_nr(), "autograd")
 
 
 def no_value(dtype: torch.dtype) -> bool | int | float:
     """What stands for a value that is asked for: finite, and no reason to stop."""
-    return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+    if dtype == torch.bool:
+        return False
+    if dtype.is_floating_point:
+        return 1.0
+    return 1
 
 
 def innermost_line() -> str | None:
@@ -188,7 +196,9 @@ def innermost_line() -> str | None:
 @cache
 def shown_file(path: str) -> str | None:
     """Of this package the name in it, where it says where an operation comes from."""
-    return path[len(PACKAGE) + 1 :] if path.startswith(PACKAGE) and not path.startswith(SKIPPED) else None
+    if path.startswith(PACKAGE) and not path.startswith(SKIPPED):
+        return path[len(PACKAGE) + 1 :]
+    return None
 
 
 def size_of(tensor: Tensor) -> int:
@@ -221,12 +231,18 @@ def form_of(func: Any) -> OperationForm:
 def copy_direction(args: Any) -> str | None:
     """Of `copy_`: whether it is to the host or from it."""
     to, of = map(on_device, args[:2])
-    return None if to == of else FROM_HOST if to else TO_HOST
+    if to == of:
+        return None
+    if to:
+        return FROM_HOST
+    return TO_HOST
 
 
 def on_device(tensor: Tensor) -> bool:
     """As `is_cuda` says; of a fake tensor that question would be an operation again."""
-    return tensor.fake_device.type == "cuda" if isinstance(tensor, FakeTensor) else tensor.is_cuda
+    if isinstance(tensor, FakeTensor):
+        return tensor.fake_device.type == "cuda"
+    return tensor.is_cuda
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -84,9 +84,14 @@ class Collectives:
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
-            calls = [] if name in RECEIVED else self._note(name, given.arguments)
+            if name in RECEIVED:
+                calls = []
+            else:
+                calls = self._note(name, given.arguments)
             waited = not given.arguments.get("async_op", not at_once)
-            return None if waited else SentHandle(calls, self.census)
+            if waited:
+                return None
+            return SentHandle(calls, self.census)
 
         return call
 
@@ -99,7 +104,10 @@ class Collectives:
             return []
         moved = tensor.numel() * tensor.element_size()
         size = len(ranks)
-        sent = moved if times == MESSAGE else times * moved * (size - 1) // size
+        if times == MESSAGE:
+            sent = moved
+        else:
+            sent = times * moved * (size - 1) // size
         nodes = {rank // self.node for rank in ranks}
         now = len(census.operations)
         call = Sent(census.part, census.place(), name, sent, size, len(nodes) > 1, now, now)

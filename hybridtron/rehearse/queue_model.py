@@ -40,7 +40,10 @@ def rehearsed(process: RehearsalProcess, recipes: Sequence[str], tiny: bool = Fa
     from hybridtron.proving.gpu.recipes import commit
 
     steps = {recipe: step(process, recipe, tiny) for recipe in recipes}
-    of_calls = {} if tiny else process.calls(contests.calls) | process.calls(norms.calls)
+    if tiny:
+        of_calls = {}
+    else:
+        of_calls = process.calls(contests.calls) | process.calls(norms.calls)
     calls = {key: {"ms": 1e3 * work.seconds, "gb": work.bytes / 1e9} for key, work in of_calls.items()}
     return {"gpu": process.gpu.name, "compiler": compiler_key(), "commit": commit(), "steps": steps, "calls": calls}
 

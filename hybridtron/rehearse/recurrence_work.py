@@ -62,7 +62,9 @@ def selective_scan(given: Given) -> Tensor | tuple[Tensor, Tensor]:
         for name, x in zip(names, tensors, strict=True)
     ]
     y, last = _SelectiveScan.apply(*laid)
-    return (y, last) if given.get("return_last_state") else y
+    if given.get("return_last_state"):
+        return (y, last)
+    return y
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -100,7 +102,9 @@ def chunk_scan(given: Given) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba-2's scan."""
     names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states", "seq_idx")
     y, last = _ChunkScan.apply(given["chunk_size"], *(given.get(name) for name in names))
-    return (y, last) if given.get("return_final_states") else y
+    if given.get("return_final_states"):
+        return (y, last)
+    return y
 
 
 class _ChunkScan(torch.autograd.Function):

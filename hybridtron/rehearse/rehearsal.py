@@ -107,7 +107,10 @@ class RehearsalProcess:
 
         step = rehearse_rank(phase, world, rank, self.collectives)
         operations = [*step.passes_of_many.operations, *step.update.operations]
-        kernels = list(self._kernels(operations, step.launches)) if compiles else []
+        if compiles:
+            kernels = list(self._kernels(operations, step.launches))
+        else:
+            kernels = []
         times = {number: kernel.time for number, kernel in enumerate(kernels)}
         time = step_time(step, times, self.gpu, phase.config.parallel.virtual_pipeline)
         planned = plan(phase, world).ranks[step.place.pipeline_rank].memory.total

@@ -119,7 +119,10 @@ def print_tables(found: Sequence[Rehearsed]) -> None:
         console = Console(width=140, no_color=True)
     for rehearsed in found:
         for table in tables(rehearsed):
-            table.box = box.SIMPLE_HEAD if console.is_terminal else None
+            if console.is_terminal:
+                table.box = box.SIMPLE_HEAD
+            else:
+                table.box = None
             table.pad_edge = False
             title = table.title
             table.title = None

@@ -171,9 +171,15 @@ class _Steps:
         length = whole // context.size
         zeros_BL = partial(torch.zeros, rows, length, device="cuda")
         isolated = self.phase.documents is Documents.isolate
-        documents_BL = zeros_BL(dtype=torch.int32) if isolated else None
+        if isolated:
+            documents_BL = zeros_BL(dtype=torch.int32)
+        else:
+            documents_BL = None
         continues_B = torch.ones(rows, dtype=torch.bool, device="cuda")
-        borders_E = torch.zeros(rows + 1, dtype=torch.int32, device="cuda") if isolated else None
+        if isolated:
+            borders_E = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
+        else:
+            borders_E = None
         share = None
         if context.size > 1:
             behind_B = torch.zeros(rows, dtype=torch.int64, device="cuda")

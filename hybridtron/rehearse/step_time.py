@@ -121,7 +121,10 @@ def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual:
     update = part_time(step.update, kernels, gpu)
     more = step.many - step.few
     share = 1 / more if more else 0.0
-    micro_batch = PartTime().plus(many, share).plus(few, -share) if more else PartTime().plus(many, 1 / step.many)
+    if more:
+        micro_batch = PartTime().plus(many, share).plus(few, -share)
+    else:
+        micro_batch = PartTime().plus(many, 1 / step.many)
     once = PartTime().plus(many).plus(micro_batch, -step.many).plus(update)
     if micro_batch.waits < 0:  # where only a run's first step waits, which was that of few
         micro_batch.waits = 0.0

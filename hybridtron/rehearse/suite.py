@@ -77,7 +77,9 @@ class RecipeCase:
 
 def origin_of(recipe: str) -> str | None:
     """The recipe whose weights this one starts from."""
-    return ORIGINS.get(recipe, ORIGIN) if recipe.startswith("length/") else None
+    if recipe.startswith("length/"):
+        return ORIGINS.get(recipe, ORIGIN)
+    return None
 
 
 def startable(recipe: str) -> list[str]:

@@ -52,13 +52,18 @@ def _summary(records: Sequence[Record]) -> Iterator[str]:
 
 def _nearness(what: str, ratios: Sequence[float]) -> str:
     far = sum(abs(ratio - 1) > NEAR for ratio in ratios)
-    span = f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "none"
+    if ratios:
+        span = f"{min(ratios):.3f} to {max(ratios):.3f}"
+    else:
+        span = "none"
     return f"The plan's {what} is {span} of the rehearsed one; {far} of {len(ratios)} are further off than {NEAR:.0%}."
 
 
 def _sent_ratio(record: Record) -> float | None:
     """Planned over rehearsed traffic; None where there is no more than a few numbers."""
-    return record["planned_sent"] / record["sent"] if record["sent"] > SCALARS else None
+    if record["sent"] > SCALARS:
+        return record["planned_sent"] / record["sent"]
+    return None
 
 
 def _equal_ranks(shown: Sequence[Record]) -> str:
@@ -79,7 +84,10 @@ def _equal_ranks(shown: Sequence[Record]) -> str:
         for record in ranks
     }
     stages = {record["pipeline_rank"] for record in ranks}
-    found = "no others than" if len(amounts) == len(stages) else "others than"
+    if len(amounts) == len(stages):
+        found = "no others than"
+    else:
+        found = "others than"
     return (
         f"All {world} ranks of {case} were played: those of a pipeline rank hold (to a KiB), send and take (to a "
         f"microsecond) {found} each other."

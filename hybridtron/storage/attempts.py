@@ -84,7 +84,10 @@ def attempted(patience: Patience, size: int, what: str, attempt: Callable[[], Re
             final = isinstance(error, (ImportError, FileNotFoundError, PermissionError))
             if final or number == patience.retries + 1:
                 took = f"{number} {'attempts' if number > 1 else 'attempt'}, {time.monotonic() - begin:.1f} s"
-                error_class = ObjectMissingError if isinstance(error, FileNotFoundError) else StorageError
+                if isinstance(error, FileNotFoundError):
+                    error_class = ObjectMissingError
+                else:
+                    error_class = StorageError
                 raise error_class(f"can't be {what} ({took}): {_described(error)}") from error
         # Random, because processes that were refused together would otherwise retry together.
         time.sleep(patience.pause(number) * random.SystemRandom().uniform(0.5, 1))
@@ -116,4 +119,6 @@ def bounded(seconds: float, attempt: Callable[[], Result]) -> Result:
 def _described(error: Exception) -> str:
     if isinstance(error, Damaged):
         return f"what came {error}"
-    return str(error) if isinstance(error, (ImportError, FileNotFoundError)) else f"{type(error).__name__}: {error}"
+    if isinstance(error, (ImportError, FileNotFoundError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -54,7 +54,10 @@ class MosaicStore:
         if self._owner != os.getpid():  # a forked process must not use its parent's connections
             self._idle, self._owner = [], os.getpid()
         try:
-            client = self._idle.pop() if self._idle else downloaders()[self.scheme]()
+            if self._idle:
+                client = self._idle.pop()
+            else:
+                client = downloaders()[self.scheme]()
         except ImportError as error:
             raise ImportError(f"{error}; `pip install {CLIENTS.get(self.scheme, '')}` brings its client") from error
         client.download(f"{self.url}/{name}", str(into), self.patience.timeout)

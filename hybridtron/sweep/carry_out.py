@@ -52,7 +52,10 @@ class Folder:
 
     def settings(self, run: SweepRun) -> list[str]:
         """Return a run's arguments for `hybridtron train`."""
-        start = [] if run.start is None else [f"run.weights={self.of(run.start)}{BEST if run.best else ''}"]
+        if run.start is None:
+            start = []
+        else:
+            start = [f"run.weights={self.of(run.start)}{BEST if run.best else ''}"]
         return [*start, *run.settings, f"run.dir={self.of(run.name)}", f"run.name={run.name}"]
 
     def is_finished(self, name: str) -> bool:
@@ -107,7 +110,10 @@ def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[Collecti
             watch(running)
             for run, process, began in ended:
                 del running[run.name]
-                fault = "" if process.returncode == 0 else _fault(run, folder, process.returncode)
+                if process.returncode == 0:
+                    fault = ""
+                else:
+                    fault = _fault(run, folder, process.returncode)
                 failed |= {run.name} if fault else set()
                 yield EndedRun(run, time.monotonic() - began, fault)
             time.sleep(LOOK_S)
@@ -159,5 +165,8 @@ def _ended_with(running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], floa
 
 def share_cores(jobs: int) -> None:
     """Divide this machine's cores among the runs, by OMP_NUM_THREADS, unless that is set already."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // jobs)))

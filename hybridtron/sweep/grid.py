@@ -95,7 +95,10 @@ class _File:
     def variants(self) -> list[Variant]:
         """Parse the variants; a file without any has a single one with an empty name."""
         variants = []
-        by_name = {"": []} if self.parts.get("variants") is None else self.parts["variants"]
+        if self.parts.get("variants") is None:
+            by_name = {"": []}
+        else:
+            by_name = self.parts["variants"]
         if not isinstance(by_name, dict) or not by_name:
             raise self.wrong("variants", "must be settings by name, such as `samba: [recipe=laptop]`")
         for name, value in by_name.items():
@@ -107,7 +110,10 @@ class _File:
                 if unknown := sorted(set(value) - {"from", "settings"}):
                     raise self.wrong(part, f"has {unknown[0]!r}; it can have `from` and `settings`")
                 value, start_name = value.get("settings", []), value.get("from")
-            start = None if start_name is None else folder_of(str(start_name))
+            if start_name is None:
+                start = None
+            else:
+                start = folder_of(str(start_name))
             if start is not None and start not in [earlier.name for earlier in variants]:
                 raise self.wrong(part, f"starts from {start!r}, which is no variant before it")
             variants.append(Variant(str(name), self.settings(part, value), start, start != start_name))
@@ -115,7 +121,10 @@ class _File:
 
     def grid(self) -> dict[str, list[str]]:
         """Parse the grid: each key's values, as text."""
-        grid = {} if self.parts.get("grid") is None else self.parts["grid"]
+        if self.parts.get("grid") is None:
+            grid = {}
+        else:
+            grid = self.parts["grid"]
         if not isinstance(grid, dict):
             raise self.wrong("grid", f"must be values by key, such as `{SEED}: [0, 1]`")
         for key, values in grid.items():
@@ -154,7 +163,10 @@ def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
         grid_values = dict(zip(grid, values, strict=True))
         parts_of_name = [f"{short[key]}={value}" for key, value in grid_values.items()]
         name = _name(variant.name, parts_of_name)
-        start = None if variant.start is None else _name(variant.start, parts_of_name)
+        if variant.start is None:
+            start = None
+        else:
+            start = _name(variant.start, parts_of_name)
         settings = (*shared, *variant.settings, *(f"{key}={value}" for key, value in grid_values.items()))
         if name in runs:
             raise Unusable(f"{path}: two runs would have the name {name}")

@@ -28,7 +28,9 @@ class Value:
         return cls(measured["value"], measured["standard_error"], measured["n"])
 
     def __str__(self) -> str:
-        return f"{self.mean:.5g}" if self.error is None else f"{self.mean:.5g} ± {self.error:.2g}"
+        if self.error is None:
+            return f"{self.mean:.5g}"
+        return f"{self.mean:.5g} ± {self.error:.2g}"
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,18 @@ def lines(sweep: Sweep, folder: Folder) -> list[dict[str, Any]]:
 
 def header(sweep: Sweep) -> list[str]:
     """Return the table's column names."""
-    variants = ["variant"] if any(run.variant for run in sweep.runs) else []
+    if any(run.variant for run in sweep.runs):
+        variants = ["variant"]
+    else:
+        variants = []
     return [*variants, *(key for key in sweep.axes if key != SEED), "n", *sweep.metrics]
 
 
 def cells(sweep: Sweep, point: Point) -> list[str]:
     """Return a point's row in the table."""
-    variant = [point.variant] if any(run.variant for run in sweep.runs) else []
+    if any(run.variant for run in sweep.runs):
+        variant = [point.variant]
+    else:
+        variant = []
     n = max((value.n for value in point.found.values()), default=0)
     return [*variant, *point.values.values(), str(n), *(str(point.found.get(metric, "")) for metric in sweep.metrics)]

@@ -68,7 +68,9 @@ class Sample:
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
         """The tokens before the first learned one; all tokens if the sample has labels."""
-        return self.tokens if self.labels is not None else self.tokens[: self.mask.index(1)]
+        if self.labels is not None:
+            return self.tokens
+        return self.tokens[: self.mask.index(1)]
 
     @property
     def length(self) -> int:

@@ -29,7 +29,12 @@ def most_units(size: Callable[[int], int], length: int, fewest: int, step: int) 
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         units = fewest + middle * step
-        fits, too_many = (middle, too_many) if units <= length and size(units) <= length else (fits, middle)
+        if units <= length and size(units) <= length:
+            fits = middle
+            too_many = too_many
+        else:
+            fits = fits
+            too_many = middle
     return fewest + fits * step
 
 

@@ -37,7 +37,10 @@ LIKE_A_NEEDLE = re.compile(r"special magic|\d{7}", re.IGNORECASE)
 
 def essay(provider: str, count: int) -> list[str]:
     """Return the first `count` words of a corpus, repeated if it has fewer. Raises TaskError if it can't be read."""
-    words = _words(provider, 0) if provider != SYNTHETIC else _words(provider, 1 << max(count, 1).bit_length())
+    if provider != SYNTHETIC:
+        words = _words(provider, 0)
+    else:
+        words = _words(provider, 1 << max(count, 1).bit_length())
     repeats = -(-count // len(words))
     return (words * repeats)[:count]
 
@@ -89,7 +92,10 @@ def usable(sentence: str) -> bool:
 def _files(folder: Path) -> Iterator[str]:
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".md"))
     if not files:
-        reason = "has no .txt or .md file" if folder.is_dir() else "is not a folder"
+        if folder.is_dir():
+            reason = "has no .txt or .md file"
+        else:
+            reason = "is not a folder"
         raise TaskError(f"essay=files:{folder}: {folder} {reason}; without a corpus, essay={SYNTHETIC} works")
     for file in files:
         try:

@@ -60,7 +60,9 @@ def f1(answer: str, outputs: Sequence[str]) -> float:
 
 def _f1(written: list[str], wanted: list[str]) -> float:
     shared = sum((Counter(written) & Counter(wanted)).values())
-    return 2 * shared / (len(written) + len(wanted)) if shared else 0.0
+    if shared:
+        return 2 * shared / (len(written) + len(wanted))
+    return 0.0
 
 
 def character_accuracy(answer: str, wanted: str) -> float:

@@ -62,9 +62,15 @@ class MultiQueryRecall(TokenTask):
         pairs_by_place = dict(zip(places, zip(keys, values, strict=True), strict=True))
         tokens = [token for pair in zip(keys, values, strict=True) for token in pair]
         labels = [IGNORED] * length
-        filler_range = (self.vocabulary, self.num_tokens) if self.noise else (0, self.vocabulary)
+        if self.noise:
+            filler_range = (self.vocabulary, self.num_tokens)
+        else:
+            filler_range = (0, self.vocabulary)
         for place in range(len(tokens), length):
-            filler_id = random.randrange(*filler_range) if self.random_rest else 0
+            if self.random_rest:
+                filler_id = random.randrange(*filler_range)
+            else:
+                filler_id = 0
             key, labels[place] = pairs_by_place.get(place, (filler_id, IGNORED))
             tokens.append(key)
         answer = [labels[place] for place in sorted(places)]

@@ -73,7 +73,10 @@ class JointRecall(TokenTask):
         table = {path: random.randrange(FIRST_VALUE, FIRST_VALUE + self.symbols) for path in product(*levels)}
         first_table, second_table = (blocks(table, levels, (), random) for _ in range(2))
         prefix = (BOS, *first_table, SEPARATOR)
-        padding = (PADDING,) * (length - len(prefix) - len(second_table)) if self.padded else ()
+        if self.padded:
+            padding = (PADDING,) * (length - len(prefix) - len(second_table))
+        else:
+            padding = ()
         tokens = (*prefix, *second_table, *padding)
         mask = (*(0 for _ in prefix), *(int(token < FIRST_KEY) for token in second_table), *(0 for _ in padding))
         first = mask.index(1)

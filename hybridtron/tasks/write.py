@@ -84,7 +84,10 @@ def row(sample: Sample, text: bool) -> dict[str, Any]:
         parts = {"prompt": sample.prompt, "completion": sample.answer}
         parts |= {"input": sample.prompt.removesuffix(prefix), "answer_prefix": prefix, "outputs": sample.outputs}
     else:
-        learned = {"mask": sample.mask} if sample.labels is None else {"labels": sample.labels}
+        if sample.labels is None:
+            learned = {"mask": sample.mask}
+        else:
+            learned = {"labels": sample.labels}
         parts = {"tokens": sample.tokens, **learned}
     return about | parts | sizes | {"meta": sample.meta}
 

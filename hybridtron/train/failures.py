@@ -124,7 +124,9 @@ class Failures:
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
             if outcome := read_record(self.run_dir / FILE):
-                return (outcome["rank"], outcome["reason"]) if outcome["outcome"] == "failed" else None
+                if outcome["outcome"] == "failed":
+                    return (outcome["rank"], outcome["reason"])
+                return None
             time.sleep(0.05)
         return None
 

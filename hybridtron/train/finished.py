@@ -62,4 +62,6 @@ def check_unchanged(start: Checkpoint, config: Config) -> None:
 
 
 def _shown(values: dict[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "not set"
+    if key in values:
+        return repr(values[key])
+    return "not set"

@@ -24,7 +24,10 @@ class Launcher:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self.process = PARENT if "TORCHELASTIC_RUN_ID" in environment else None
+        if "TORCHELASTIC_RUN_ID" in environment:
+            self.process = PARENT
+        else:
+            self.process = None
         self.worth_saving = False  # set once a step is done
         self._died_before = self.process is not None and not _may_be_torchrun(self.process)
 

@@ -50,7 +50,10 @@ class RunLock:
         self.run_dir = run_dir
         self.path = run_dir / FILE
         self.given_up = given_up
-        self.patience_s = SLURM_PATIENCE_S if "SLURM_JOB_ID" in os.environ else PATIENCE_S
+        if "SLURM_JOB_ID" in os.environ:
+            self.patience_s = SLURM_PATIENCE_S
+        else:
+            self.patience_s = PATIENCE_S
         self.here = f" on {socket.gethostname()} since "
         self.own = f"process {os.getpid()}{self.here}{datetime.now(UTC).isoformat(' ', 'microseconds')}"
         self._holder = ""
@@ -68,7 +71,10 @@ class RunLock:
             raise
         except (OSError, ValueError) as error:  # a ValueError for a NUL in the name
             self._remove_empty()
-            reason = error.strerror if isinstance(error, OSError) else error
+            if isinstance(error, OSError):
+                reason = error.strerror
+            else:
+                reason = error
             raise ConfigError([Problem("run.dir", f"{self.run_dir} can't be used: {reason}; name a folder")]) from error
         threading.Thread(target=self._renew, name="lock", daemon=True).start()
         return self

@@ -20,7 +20,10 @@ class ConsoleHandler(logging.Handler):
     """Handler that looks up stdout and stderr at each message, since a progress bar may have replaced them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        if record.levelno >= logging.WARNING:
+            stream = sys.stderr
+        else:
+            stream = sys.stdout
         try:
             print(self.format(record), file=stream, flush=True)
         except Exception:

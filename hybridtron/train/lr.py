@@ -68,11 +68,17 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
         return 0.0
     if (tokens := tokens - hold) < warmup:
         from_zero = leader == 0 or hold or phase.moments is Moments.reset or phase.init_from is not None
-        start_lr = 0.0 if from_zero else min(_end_of(phases, leader - 1), peak)
+        if from_zero:
+            start_lr = 0.0
+        else:
+            start_lr = min(_end_of(phases, leader - 1), peak)
         return start_lr + (peak - start_lr) * tokens / warmup
     shape = SHAPES[optim.schedule]
     lowest = peak * optim.final_lr
-    decay = parse_share(optim.decay, total_tokens) if shape.uses_decay else 0
+    if shape.uses_decay:
+        decay = parse_share(optim.decay, total_tokens)
+    else:
+        decay = 0
     return lowest + (peak - lowest) * shape.height(LrPosition(tokens, warmup, total_tokens - hold, decay))
 
 

@@ -53,7 +53,9 @@ def finite(value: Any) -> Any:
     """Replace floats that are not finite by None, since JSON can't represent them; mappings are searched too."""
     if isinstance(value, Mapping):
         return {name: finite(entry) for name, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def clock(seconds: float) -> str:

@@ -97,7 +97,9 @@ def phase_table(config: Config) -> Table:
 def _rate(rate: float) -> str:
     """Format a rate in scientific notation, such as `4e-4`, so that the rates of a row can be compared."""
     mantissa, _, exponent = f"{rate:.2e}".partition("e")
-    return f"{float(mantissa):g}e{int(exponent)}" if rate else "0"
+    if rate:
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return "0"
 
 
 def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[float]:
@@ -105,7 +107,9 @@ def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[floa
     after = [phase.phase_tokens_at(phase.start_step + 1), phase.tokens]
     first, last = (learning_rate(phases, phase.index, tokens) for tokens in after)
     peak = phase.settings.lr or 0.0
-    return [first, peak, last] if peak > max(first, last) else [first, last]
+    if peak > max(first, last):
+        return [first, peak, last]
+    return [first, last]
 
 
 def source_table(config: Config) -> Table:
@@ -154,7 +158,10 @@ def changes_of(phase: ResolvedPhase) -> Iterator[str]:
     elif settings.moments is Moments.reset:
         yield "starts without the optimizer's moments"
     if settings.lr_piece is not LrPiece.rewarm:
-        towards = f" to {settings.lr_to:g}" if settings.lr_to is not None else ""
+        if settings.lr_to is not None:
+            towards = f" to {settings.lr_to:g}"
+        else:
+            towards = ""
         yield f"learning rate: {settings.lr_piece}{towards}"
     if phase.trained is not None:
         yield f"trains {', '.join(phase.trained)}"
@@ -190,7 +197,9 @@ def _differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(f"{k}={v}" for k, v in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)
 
 
 def table_of(*headers: str, numbers_from: int = 1) -> Table:
@@ -204,4 +213,6 @@ def table_of(*headers: str, numbers_from: int = 1) -> Table:
 def wide_console() -> Console:
     """Return a console on the terminal, or one for plain text of 160 columns if there is no terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=160, no_color=True)
+    if console.is_terminal:
+        return console
+    return Console(width=160, no_color=True)

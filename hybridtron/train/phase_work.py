@@ -17,7 +17,10 @@ class PhaseWork:
         self.flops_per_token = count(config.model, seq_len).flops_per_token
         self.processes = processes
         self.peak = config.cluster.peak_tflops
-        self.costs = token_costs(config.model, seq_len) if config.parallel.context > 1 else None
+        if config.parallel.context > 1:
+            self.costs = token_costs(config.model, seq_len)
+        else:
+            self.costs = None
 
     def rates(self, tokens_per_second: float) -> tuple[float, float | None]:
         """Return TFLOP/s per device and MFU. MFU is None if the device's peak is unknown."""

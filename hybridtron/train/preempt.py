@@ -41,7 +41,10 @@ class StopRequests:
         self.is_main = is_main
         self.received = 0
         self.deadline = _deadline(run.max_minutes, environment)
-        self.least_reserve = SLURM_RESERVE_S if "SLURM_JOB_END_TIME" in environment else 0.0
+        if "SLURM_JOB_END_TIME" in environment:
+            self.least_reserve = SLURM_RESERVE_S
+        else:
+            self.least_reserve = 0.0
         self.launcher = Launcher(environment)
         self.longest_save = self.longest_step = 0.0
         self.last_border: float | None = None
@@ -57,7 +60,10 @@ class StopRequests:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
-        again = "again, the run stops already" if self.received else "the run saves and stops after this step"
+        if self.received:
+            again = "again, the run stops already"
+        else:
+            again = "the run saves and stops after this step"
         self.received = self.received or number
         if self.is_main:  # not print, which must not be interrupted by itself
             os.write(2, f"{name}: {again}\n".encode())
@@ -75,7 +81,11 @@ class StopRequests:
         number, late, orphan = greatest([self.received, now > self.deadline - self.reserve, self.launcher.is_gone])
         if number:
             return signal.Signals(int(number)).name
-        return "the time is up" if late else "its launcher is gone" if orphan else None
+        if late:
+            return "the time is up"
+        if orphan:
+            return "its launcher is gone"
+        return None
 
     @staticmethod
     def ignore() -> None:

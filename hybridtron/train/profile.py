@@ -30,7 +30,10 @@ def profiled(step: int, chosen: Sequence[int], logs: Path, rank: int) -> Iterato
     with profile(activities=activities, profile_memory=True, acc_events=True) as trace:
         yield
     trace.export_chrome_trace(str(logs / f"trace-step-{step:08d}-rank-{rank}.json"))
-    key = "self_cuda_memory_usage" if on_cuda else "self_cpu_memory_usage"
+    if on_cuda:
+        key = "self_cuda_memory_usage"
+    else:
+        key = "self_cpu_memory_usage"
     (logs / f"memory-step-{step:08d}-rank-{rank}.txt").write_text(trace.key_averages().table(sort_by=key, row_limit=40))
     if on_cuda:
         dump_memory_snapshot(str(logs / f"memory-step-{step:08d}-rank-{rank}.pickle"))
@@ -41,4 +44,6 @@ def most_memory_gib() -> float:
     """Return this process's peak memory so far in GiB: on the device if it counts memory, else on the host."""
     on_device = peak_memory_gib()
     unit = 2**20 if sys.platform == "linux" else 2**30  # Linux counts KiB, macOS bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit if on_device is None else on_device
+    if on_device is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return on_device

@@ -54,7 +54,10 @@ class Rollback:
         written_checkpoints = [
             checkpoint for checkpoint in checkpoints.valid_checkpoints(self.run_dir) if checkpoint.meta.step in written
         ]
-        earlier = [] if self.start is None else list(candidates(self.start, self.config))
+        if self.start is None:
+            earlier = []
+        else:
+            earlier = list(candidates(self.start, self.config))
         usable = {
             checkpoint.folder: checkpoint
             for checkpoint in [*written_checkpoints, *earlier]

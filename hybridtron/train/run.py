@@ -56,9 +56,15 @@ def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluat
                 if groups.is_first:
                     report_finished(start, config, after_phase)
                 return
-            initial = given_weights(config) if start is None else None
+            if start is None:
+                initial = given_weights(config)
+            else:
+                initial = None
             first = resolve(config)[0]
-            changed = [] if initial is None else check_same_weights(initial, first.model, "run.weights", True)
+            if initial is None:
+                changed = []
+            else:
+                changed = check_same_weights(initial, first.model, "run.weights", True)
             if groups.is_first:
                 open_folder(start, initial, config, changed)
             barrier()
@@ -93,7 +99,10 @@ def open_folder(start: Checkpoint | None, given: Checkpoint | None, config: Conf
     `changed` describes how the model differs from the checkpoint `given` that its weights come from.
     """
     if given is not None:
-        loss = "" if given.meta.validation is None else f", held-out loss {given.meta.validation:.4f}"
+        if given.meta.validation is None:
+            loss = ""
+        else:
+            loss = f", held-out loss {given.meta.validation:.4f}"
         LOG.info("weights of %s%s", given.folder, loss)
     for difference in changed:
         LOG.info("weights of another use: %s", difference)

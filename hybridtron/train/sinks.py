@@ -111,12 +111,16 @@ def tensorboard_if_installed(start: SinkStart) -> Sink | None:
     if optional_package("tensorboard").module is None:
         return None
     module = optional_package("torch.utils.tensorboard").module
-    return None if module is None else TensorBoard(module, start)
+    if module is None:
+        return None
+    return TensorBoard(module, start)
 
 
 def wandb_if_wanted(start: SinkStart) -> Sink | None:
     """Build the wandb sink if `run.wandb` names a project."""
-    return None if start.config.run.wandb is None else Wandb(start)
+    if start.config.run.wandb is None:
+        return None
+    return Wandb(start)
 
 
 def console(start: SinkStart) -> Sink:

@@ -47,7 +47,10 @@ class SkippedData:
 
     def runs(self, phase: int, first: int, end: int) -> list[range]:
         """Return the data steps of the training steps from `first` to before `end`, as contiguous ranges."""
-        begins = [first, *(step for step in range(first + 1, end) if self.jumps(phase, step))] if first < end else []
+        if first < end:
+            begins = [first, *(step for step in range(first + 1, end) if self.jumps(phase, step))]
+        else:
+            begins = []
         return [
             range(self.data_step(phase, a), self.data_step(phase, b - 1) + 1)
             for a, b in itertools.pairwise([*begins, end])

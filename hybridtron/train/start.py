@@ -55,7 +55,9 @@ def starting_point(config: Config) -> Checkpoint | None:
 
 def given_weights(config: Config) -> Checkpoint | None:
     """Return the checkpoint that `run.weights` names, with its adapters merged. None if it is not set."""
-    return None if config.run.weights is None else merged(_named(config.run.weights, "run.weights"))
+    if config.run.weights is None:
+        return None
+    return merged(_named(config.run.weights, "run.weights"))
 
 
 def _named(named: str, key: str) -> Checkpoint:
@@ -132,7 +134,10 @@ def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
     places: dict[tuple[str, str], list[int]] = {}
     for name, weight in new.items():
         _, layer, leaf = name.split(".", 2)
-        start = f"a copy of {' and '.join(weight.grown)}" if isinstance(weight.grown, tuple) else str(weight.grown)
+        if isinstance(weight.grown, tuple):
+            start = f"a copy of {' and '.join(weight.grown)}"
+        else:
+            start = str(weight.grown)
         places.setdefault((leaf, start), []).append(int(layer))
     lines = places.items()
     return [f"{leaf} is new in layers {', '.join(map(str, on))} and starts as {start}" for (leaf, start), on in lines]
@@ -199,7 +204,10 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fou
     """
     stored = start.meta.data
     step = start.meta.step
-    keys = found if phase.start_step < step < phase.end_step else ["tokenizer"]
+    if phase.start_step < step < phase.end_step:
+        keys = found
+    else:
+        keys = ["tokenizer"]
     accepted = config.run.accept_data_changes
     cure = "set it back, start from scratch with run.resume=never, or continue anyway with run.accept_data_changes=true"
     differences = [
@@ -222,4 +230,6 @@ def archive_superseded(start: Checkpoint | None, config: Config) -> None:
 
 def candidates(start: Checkpoint, config: Config) -> Iterable[Checkpoint]:
     """Return the checkpoints that a run may resume from: its own from the newest on, or only the named one."""
-    return checkpoints.valid_checkpoints(Path(config.run.dir)) if config.run.resume == "auto" else [start]
+    if config.run.resume == "auto":
+        return checkpoints.valid_checkpoints(Path(config.run.dir))
+    return [start]

@@ -82,7 +82,10 @@ def ops_of(model: ModelConfig) -> set[str]:
     mixers = [cls for spec in architecture(model).specs for cls in mixer_class(spec).__mro__]
     files = {sys.modules[cls.__module__] for cls in (*mixers, Residual, RMSNorm)}
     named = {value.name for file in files for value in vars(file).values() if isinstance(value, Op)}
-    dropped = {dropout.name} if model.adapters is not None and model.adapters.dropout else set()
+    if model.adapters is not None and model.adapters.dropout:
+        dropped = {dropout.name}
+    else:
+        dropped = set()
     return named | dropped | {op.name for op in LOSS}
 
 

@@ -74,10 +74,20 @@ class Trainer:
             check_given(given, groups, "run.weights")
         if start is None:
             self.engines.build(0, None if given is None else weights_of(given, self.phases[0].model, config.run.seed))
-        self.start = None if start is None else self.restored(candidates(start, config))
-        self.resume_step = 0 if self.start is None else self.start.meta.step  # done at this start or rollback
+        if start is None:
+            self.start = None
+        else:
+            self.start = self.restored(candidates(start, config))
+        # done at this start or rollback
+        if self.start is None:
+            self.resume_step = 0
+        else:
+            self.resume_step = self.start.meta.step
         self.rollback = Rollback(config, run_dir, self.start)
-        self.skipped_data = SkippedData() if self.start is None else SkippedData(self.start.meta.windows)
+        if self.start is None:
+            self.skipped_data = SkippedData()
+        else:
+            self.skipped_data = SkippedData(self.start.meta.windows)
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step
         self.saver = Saver(config, run_dir, groups, config.run.timeout)
@@ -103,7 +113,10 @@ class Trainer:
         if self.groups.is_first:
             announce_run(self.config, self.engine, self.resume_step, self.last)
         is_first = self.groups.is_first
-        self.metrics = Metrics(self.run_dir, self.config, self.resume_step, self.last) if is_first else None
+        if is_first:
+            self.metrics = Metrics(self.run_dir, self.config, self.resume_step, self.last)
+        else:
+            self.metrics = None
         try:
             trained = False
             while not trained:
@@ -201,7 +214,10 @@ class Trainer:
             self.engine.guard.restart()
         elif self.engine.carrier is not None and self.start is not None:
             restore_states(self.engine.carrier, self.groups, self.start)
-        left_out = [] if self.evaluation is None else self.evaluation.begin(phase, loader.sources)
+        if self.evaluation is None:
+            left_out = []
+        else:
+            left_out = self.evaluation.begin(phase, loader.sources)
         if self.groups.is_first:
             announce_reading(loader, phase)
             for text in left_out:
@@ -227,7 +243,10 @@ class Trainer:
         if guard.refused or self.skipped_data.jumps(phase.index, number):
             self.engine.invalidate_states()
         self.engine.forward_backward(batches, number)
-        layers = self.engine.optimizer.norms() if self.config.run.layer_norms else None
+        if self.config.run.layer_norms:
+            layers = self.engine.optimizer.norms()
+        else:
+            layers = None
         grad_norm, accepted = self.engine.step(lr, weight_decay(self.phases, phase.index, lr))
         self.skipped += not accepted
         if self.metrics is not None and guard.why is not None:
@@ -260,8 +279,14 @@ class Trainer:
         """Write the checkpoint of a step. Raises RollbackRequested if a value in it is not finite."""
         self.watchdog.beat(f"the checkpoint of step {step}")
         with self.requests.saving():
-            measured = math.nan if metrics.validation is None else next(iter(metrics.validation.values()))
-            validation = measured if math.isfinite(measured) else None
+            if metrics.validation is None:
+                measured = math.nan
+            else:
+                measured = next(iter(metrics.validation.values()))
+            if math.isfinite(measured):
+                validation = measured
+            else:
+                validation = None
             meta = meta_of(self.engine, step, loader.fingerprint, validation, self.skipped_data.all)
             try:
                 self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
@@ -296,7 +321,10 @@ class Trainer:
     def loader_of(self, phase: ResolvedPhase) -> Loader:
         """Build this rank's loader. The first rank builds first, so that a corpus is prepared only once."""
         mine = (phase, self.groups.data_rank, self.groups.data_size, self.groups.part)
-        loader = build_loader(*mine) if self.groups.is_first else None
+        if self.groups.is_first:
+            loader = build_loader(*mine)
+        else:
+            loader = None
         barrier()
         return loader or build_loader(*mine)
 

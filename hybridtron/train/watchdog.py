@@ -96,7 +96,10 @@ class Watchdog:
         self.failures.log("stacks", reason)
         faulthandler.dump_traceback(self._file)
         first, first_reason = self.failures.report(reason, waiting)
-        reported = reason if first == self.failures.rank else f"{reason}; rank {first} failed first: {first_reason}"
+        if first == self.failures.rank:
+            reported = reason
+        else:
+            reported = f"{reason}; rank {first} failed first: {first_reason}"
         os.write(2, f"rank {self.failures.rank}: {reported}\nstacks: {self.path}\n".encode())
 
 
@@ -106,7 +109,9 @@ def _where(frames: Sequence[FrameType]) -> str:
         return "waiting for other ranks"
     if any(frame.f_code.co_filename.endswith(LOADING) for frame in frames):
         return "waiting for a worker process of the loader"
-    return f"in {frames[0].f_code.co_name}" if frames else "ended"
+    if frames:
+        return f"in {frames[0].f_code.co_name}"
+    return "ended"
 
 
 def _faults(workers: Sequence[BaseProcess]) -> list[str]:

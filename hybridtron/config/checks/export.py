@@ -21,7 +21,10 @@ def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 
     Also check that transformers is installed, which proves the export.
     """
-    fault = transformers_fault() if any(phase.settings.export is not None for phase in phases) else None
+    if any(phase.settings.export is not None for phase in phases):
+        fault = transformers_fault()
+    else:
+        fault = None
     for phase in phases:
         name = phase.settings.name
         export = phase.settings.export
@@ -46,7 +49,10 @@ def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> I
     Call it only if the phases have no other problem, since it needs the step at which each phase ends.
     """
     run_dir = Path(config.run.dir)
-    reached = -1 if config.run.resume == "never" else newest_step(run_dir)
+    if config.run.resume == "never":
+        reached = -1
+    else:
+        reached = newest_step(run_dir)
     for phase in phases:
         output = run_dir / "export" / phase.settings.name
         step = phase.end_step

@@ -108,7 +108,10 @@ def _context(phase: ResolvedPhase) -> Iterator[Problem]:
     if context == 1 or phase.arch is None:
         return
     yield from unshareable(phase.arch, context)
-    tensor = phase.config.parallel.tensor if phase.config.parallel.sequence else 1
+    if phase.config.parallel.sequence:
+        tensor = phase.config.parallel.tensor
+    else:
+        tensor = 1
     if length > 0 and length % (context * tensor):
         yield Problem(
             phase.own_key("seq_len"),

@@ -90,7 +90,10 @@ def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
     if ramp.start >= phase.global_batch or (phase.global_batch - ramp.start) % ramp.step:
         needed = f"must reach global_batch={phase.global_batch} from {ramp.start} in whole steps"
         fitting = divisors_near(max(phase.global_batch - ramp.start, 1), ramp.step)
-        cure = f"use step={choice(fitting)}" if ramp.start < phase.global_batch and fitting else "use a smaller start"
+        if ramp.start < phase.global_batch and fitting:
+            cure = f"use step={choice(fitting)}"
+        else:
+            cure = "use a smaller start"
         yield Problem(f"{where}.ramp.step", f"is {ramp.step}, {needed}: {cure}")
     for name in ("start", "step"):
         if phase.micro_batch > 0 and (size := getattr(ramp, name)) % phase.micro_batch:
@@ -188,7 +191,10 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
             continue  # reported by their limits
         if needed > whole:
             others = [phase.key(f"optim.{name}") for name in ("hold", "decay") if lengths.get(name, "0") != "0"]
-            both = f" together with {' and '.join(others)}" if others else ""
+            if others:
+                both = f" together with {' and '.join(others)}"
+            else:
+                both = ""
             yield Problem(
                 phase.key("optim.warmup"),
                 f"takes {readable(needed)} tokens{both}, more than phases.{phase.index} has: "

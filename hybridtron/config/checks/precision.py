@@ -131,7 +131,10 @@ def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weigh
     multiple = FP8_MULTIPLES[config.precision.name]
     tensor = config.parallel.tensor
     needed = f"{name} needs multiples of {multiple} on each rank"
-    ranks = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
+    if tensor > 1:
+        ranks = f" on each of {tensor} tensor-parallel ranks"
+    else:
+        ranks = ""
     if spec.width_option is None:
         return Problem(where, f"makes {weight}{ranks}; {needed}: use precision=bf16")
     fitting = _fitting(spec, spec.width_option, sizes, tensor, multiple)
@@ -143,7 +146,10 @@ def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weigh
 def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> str | None:
     """Return the first weight of a mixer that FP8 cannot use on `tensor` ranks, as `name rows x columns`; else None."""
     for name, parameter in spec.parameters(sizes).items():
-        shape = parameter.share_shape({"tensor": tensor}) if parameter.fp8 else ()
+        if parameter.fp8:
+            shape = parameter.share_shape({"tensor": tensor})
+        else:
+            shape = ()
         if any(side % multiple for side in shape):
             return f"{name} {' x '.join(map(str, shape))}"
     return None

@@ -39,7 +39,9 @@ def _letters_of_keys(phase: ResolvedPhase) -> set[str]:
     if states.mode is StateMode.zero or StateKind.kv not in phase.carried_kinds:
         return set()
     letters = architecture(phase.model).letters
-    return set(letters) if states.layers is None else {letters[layer] for layer in states.layers}
+    if states.layers is None:
+        return set(letters)
+    return {letters[layer] for layer in states.layers}
 
 
 def _order(phase: ResolvedPhase) -> Iterator[Problem]:
@@ -72,7 +74,10 @@ def _carried(phase: ResolvedPhase) -> Iterator[Problem]:
         yield Problem("states.carry", "has kv, but the keys of one text mean nothing to another: leave kv out")
     if (arch := phase.arch) is None:
         return
-    chosen = range(len(arch.specs)) if states.layers is None else states.layers
+    if states.layers is None:
+        chosen = range(len(arch.specs))
+    else:
+        chosen = states.layers
     if outside := [layer for layer in chosen if not 0 <= layer < len(arch.specs)]:
         yield Problem("states.layers", f"names {outside}; the model has sub-layers 0 to {len(arch.specs) - 1}")
         return

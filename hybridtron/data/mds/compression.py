@@ -63,7 +63,10 @@ def unpacked(compression: str, data: bytes, size: int) -> bytes:
     except Exception as error:  # every algorithm has its own errors
         raise ValueError(f"can't be decompressed: {error}") from error
     if len(content) != size:
-        more = "more than " if len(content) > size else f"{len(content)} of "
+        if len(content) > size:
+            more = "more than "
+        else:
+            more = f"{len(content)} of "
         raise ValueError(f"has {more}{size} bytes when decompressed")
     return content
 

@@ -40,7 +40,12 @@ def encoded(*columns: np.ndarray) -> bytes:
 
 def _shape(count: int) -> bytes:
     """Encode the header of a one-dimensional column, which precedes its entries."""
-    width = 0 if count < 2**8 else 1 if count < 2**16 else 2
+    if count < 2**8:
+        width = 0
+    elif count < 2**16:
+        width = 1
+    else:
+        width = 2
     return bytes([1 << 2 | width]) + count.to_bytes(1 << width, "little")
 
 
@@ -88,7 +93,10 @@ def _flat_array(encoding: str, value: bytes) -> np.ndarray:
 
 def read_offsets(data: bytes | mmap, shard: DataShard) -> np.ndarray:
     """Return the offsets of a raw shard's samples and its end; raise ValueError if the number of samples is wrong."""
-    count = int(np.frombuffer(data, np.uint32, 1)[0]) if len(data) >= WORD else 0
+    if len(data) >= WORD:
+        count = int(np.frombuffer(data, np.uint32, 1)[0])
+    else:
+        count = 0
     if count != shard.documents:
         raise ValueError(f"holds {count} samples, and its manifest says {shard.documents}")
     if len(data) < WORD * (count + 2):

@@ -189,7 +189,10 @@ class DocumentStore:
                 return path, opened(path)
             except (FileNotFoundError, NotADirectoryError, Damaged) as fault:
                 if self._remote is None:
-                    what = fault if isinstance(fault, Damaged) else "is missing"
+                    if isinstance(fault, Damaged):
+                        what = fault
+                    else:
+                        what = "is missing"
                     check = f"`hybridtron data verify {self.folder.path}` verifies every shard"
                     raise DataError(f"{what}; {check}") from fault
             manifest = self.folder.manifest

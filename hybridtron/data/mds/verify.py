@@ -184,7 +184,9 @@ def _sample_faults(task: ShardTask, data: bytes, offsets: np.ndarray, lengths: n
 
 
 def _mask_fault(mask: np.ndarray) -> str:
-    return f"has a mask with the entry {largest}, not 0 or 1" if (largest := int(mask.max())) > 1 else ""
+    if (largest := int(mask.max())) > 1:
+        return f"has a mask with the entry {largest}, not 0 or 1"
+    return ""
 
 
 def _token_fault(tokens: np.ndarray, manifest: DataManifest) -> str:

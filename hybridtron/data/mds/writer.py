@@ -84,7 +84,10 @@ class ShardWriter:
         if self.compression is not None:
             name = f"{name}.{self.compression.partition(':')[0]}"
             stored = packed(self.compression, stored)
-        entry["zip_data"] = _described(name, stored) if self.compression is not None else None
+        if self.compression is not None:
+            entry["zip_data"] = _described(name, stored)
+        else:
+            entry["zip_data"] = None
         (self.folder / name).write_bytes(stored)
         self.entries.append(entry)
         self._samples = []

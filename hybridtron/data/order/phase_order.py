@@ -63,7 +63,9 @@ class PhaseOrder:
 
     def lanes_in(self, step: int) -> int:
         """Return how many lanes a step reads. The number is smaller while the batch grows."""
-        return self.lanes if self.growth is None else self.growth.rows(step)
+        if self.growth is None:
+            return self.lanes
+        return self.growth.rows(step)
 
     @property
     def tokens_per_lane(self) -> int:

@@ -105,7 +105,9 @@ class DocumentStream:
     def border(self, position: int) -> int:
         """Return the position where the next document starts, at `position` or later."""
         _, ends, offset = self._block_at(position)
-        return position + int(ends[ends.searchsorted(offset)]) - offset if offset else position
+        if offset:
+            return position + int(ends[ends.searchsorted(offset)]) - offset
+        return position
 
     def documents(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers and lengths of the documents between two document boundaries, both int64."""
@@ -114,7 +116,10 @@ class DocumentStream:
         while start < end:
             documents, ends, offset = self._block_at(start)
             stop = min(offset + end - start, int(ends[-1]))
-            left = int(ends.searchsorted(offset)) + 1 if offset else 0
+            if offset:
+                left = int(ends.searchsorted(offset)) + 1
+            else:
+                left = 0
             right = int(ends.searchsorted(stop)) + 1
             assert (ends[left - 1] if left else 0) == offset, f"no document starts at position {start}"
             assert ends[right - 1] == stop, f"no document ends at position {start + stop - offset}"

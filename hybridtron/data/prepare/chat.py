@@ -64,7 +64,10 @@ class ChatTemplate:
         before_it, marker, behind = text.rpartition(HERE)
         if not marker:
             raise ValueError("the chat template does not write the last message, which is to be continued")
-        return before_it if behind.startswith(" ") else before_it.rstrip()  # the template trims messages
+        # the template trims messages
+        if behind.startswith(" "):
+            return before_it
+        return before_it.rstrip()
 
     def question(self, messages: list[dict[str, Any]]) -> str:
         """Return the text before the next answer; raise ValueError also if a message contains a special token."""

@@ -57,13 +57,20 @@ class Input:
     @property
     def name(self) -> str:
         """A name for messages."""
-        more = f" and {len(self.files) - 1} more" if self.format == "text" and len(self.files) > 1 else ""
-        return f"{self.file}{more}" if self.files else self.format
+        if self.format == "text" and len(self.files) > 1:
+            more = f" and {len(self.files) - 1} more"
+        else:
+            more = ""
+        if self.files:
+            return f"{self.file}{more}"
+        return self.format
 
     @cached_property
     def size(self) -> int:
         """Size in bytes."""
-        return sum(file.stat().st_size for file in self.files) if self.texts is None else self.texts
+        if self.texts is None:
+            return sum(file.stat().st_size for file in self.files)
+        return self.texts
 
     def stamps(self) -> list[list[int]]:
         """Return size and mtime of each file, which reveal whether it was changed."""
@@ -161,7 +168,10 @@ class Tally:
     def bad_entries(self) -> str:
         """Describe the bad entries for a message."""
         listed = "".join(f"\n  {example}" for example in self.examples)
-        more = f"\n  and {self.bad - len(self.examples)} more" if self.bad > len(self.examples) else ""
+        if self.bad > len(self.examples):
+            more = f"\n  and {self.bad - len(self.examples)} more"
+        else:
+            more = ""
         return f"{self.name}: {self.bad} of {self.entries} {self.noun} are bad and left out{listed}{more}"
 
 
@@ -211,7 +221,10 @@ def check_regular(file: Path) -> None:
 
 def listed(names: Sequence[object]) -> str:
     """List the first few names for a message."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    if len(names) > SHOWN:
+        more = f" and {len(names) - SHOWN} more"
+    else:
+        more = ""
     return ", ".join(map(str, names[:SHOWN])) + more
 
 
@@ -237,5 +250,8 @@ def in_validation(content: str | np.ndarray, share: float) -> bool:
 
     Tokens are hashed by their own values, so a text and its tokens may be on different sides.
     """
-    data = content.encode() if isinstance(content, str) else content.astype("<u4").tobytes()
+    if isinstance(content, str):
+        data = content.encode()
+    else:
+        data = content.astype("<u4").tobytes()
     return xxhash.xxh3_64_intdigest(data) < share * 2**64

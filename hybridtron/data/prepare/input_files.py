@@ -100,7 +100,10 @@ class _Search:
             return [Path(os.path.normpath(path))]
         matched = sorted(set(self._matches(str(path))))
         if not matched:
-            missing = "no file matches" if glob.has_magic(pattern) else "there is no"
+            if glob.has_magic(pattern):
+                missing = "no file matches"
+            else:
+                missing = "there is no"
             raise ArgumentError(f"--input: {missing} {pattern}")
         return [Path(os.path.normpath(match)) for match in matched]
 
@@ -109,7 +112,10 @@ class _Search:
 
         Otherwise two links to a parent folder would give endlessly many paths.
         """
-        before, deep, after = f"{pattern}/*".partition("/**/") if pattern.endswith("/**") else pattern.partition("/**/")
+        if pattern.endswith("/**"):
+            before, deep, after = f"{pattern}/*".partition("/**/")
+        else:
+            before, deep, after = pattern.partition("/**/")
         if not deep:
             yield from glob.glob(pattern)  # noqa: PTH207  it skips hidden files
             return

@@ -51,7 +51,9 @@ def megatron_files(file: Path) -> list[Files]:
     """Return a data file with its .idx; nothing if that does not exist."""
     index = file.with_suffix(".idx")
     check_regular(index)
-    return [(file, index)] if index.exists() else []
+    if index.exists():
+        return [(file, index)]
+    return []
 
 
 def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
@@ -66,7 +68,10 @@ def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[D
     for number, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
         tally.entries += 1
         sequences = [tokens[firsts[place] : ends[place]] for place in range(first, end)]
-        content = np.concatenate(sequences) if sequences else np.empty(0, dtype)
+        if sequences:
+            content = np.concatenate(sequences)
+        else:
+            content = np.empty(0, dtype)
         if tally.keeps(content):
             tally.position = int(pointers[end - 1])
             yield Document(content, reading.source, f"{file}, document {number}")
@@ -94,7 +99,9 @@ def _megatron_index(index: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
 def packed_files(file: Path) -> list[Files]:
     """Return a file that begins as packed tokens do; nothing for another file."""
     with file.open("rb") as opened:
-        return [(file,)] if opened.read(len(PACKED_MAGIC)) == PACKED_MAGIC else []
+        if opened.read(len(PACKED_MAGIC)) == PACKED_MAGIC:
+            return [(file,)]
+        return []
 
 
 def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
@@ -152,7 +159,10 @@ def _parsed_index(index: Path, _: int) -> list[dict[str, Any]]:
 
 
 def _in_mds(index: Path, name: object) -> Path:
-    file = path_inside(index.parent, name) if isinstance(name, str) else None
+    if isinstance(name, str):
+        file = path_inside(index.parent, name)
+    else:
+        file = None
     if file is None:
         raise InputError(f"{index} names {name!r}, which leads, or could lead, out of its folder: not read")
     check_regular(file)
@@ -170,7 +180,10 @@ def read_mds(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Docume
     if masked and reading.learn is None:
         tally.remarks.append(IGNORED_MASK)
     data = _mds_bytes(entry, file)
-    masks = (mask for mask, _ in _mds_values(entry, MASK, data, file)) if reading.learn else itertools.repeat(None)
+    if reading.learn:
+        masks = (mask for mask, _ in _mds_values(entry, MASK, data, file))
+    else:
+        masks = itertools.repeat(None)
     for number, ((content, end), mask) in enumerate(zip(_mds_values(entry, column, data, file), masks, strict=False)):
         tally.entries += 1
         tally.position = end * one.size // len(data)
@@ -234,7 +247,9 @@ def _mds_fault(data: bytes, info: dict[str, Any]) -> str:
     if len(data) != info["bytes"]:
         return f"has {len(data)} bytes, {info['bytes']} by its index.json"
     differing = [kind for kind, digest in info["hashes"].items() if _hash(kind, data) != digest]
-    return f"differs from the {differing[0]} in its index.json" if differing else ""
+    if differing:
+        return f"differs from the {differing[0]} in its index.json"
+    return ""
 
 
 def _hash(kind: str, data: bytes) -> str:

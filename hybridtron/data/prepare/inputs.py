@@ -111,8 +111,13 @@ def _of_record(record: object, reading: InputOptions) -> tuple[str, Learned | No
 
 
 def _named_source(meta: object, reading: InputOptions) -> str:
-    name = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
-    return clean_name(name) if isinstance(name, str) and name else reading.source
+    if isinstance(meta, dict):
+        name = meta.get("redpajama_set_name")
+    else:
+        name = None
+    if isinstance(name, str) and name:
+        return clean_name(name)
+    return reading.source
 
 
 def read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
@@ -134,7 +139,10 @@ def read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Do
                     tally.entries += 1
                     try:
                         content = text.as_py()
-                        source = _named_source(meta.as_py(), reading) if meta is not None else reading.source
+                        if meta is not None:
+                            source = _named_source(meta.as_py(), reading)
+                        else:
+                            source = reading.source
                     except UnicodeDecodeError as error:
                         tally.reject(f"row {number}", str(error))
                         continue
@@ -151,12 +159,18 @@ def _columns(schema: Any, file: Path, reading: InputOptions, arrow: ModuleType) 
         named = ", ".join(schema.names)
         raise InputError(f"{file} has no column {reading.text_key!r}; --text-key names one of its own: {named}")
     kind = schema.field(reading.text_key).type
-    kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    if arrow.types.is_dictionary(kind):
+        kind = kind.value_type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind)):
         raise InputError(f"{file} has a column {reading.text_key!r} of {kind}, not of strings; --text-key names one")
-    meta = schema.field("meta").type if "meta" in schema.names else None
+    if "meta" in schema.names:
+        meta = schema.field("meta").type
+    else:
+        meta = None
     named = meta is not None and arrow.types.is_struct(meta) and meta.get_field_index("redpajama_set_name") >= 0
-    return [reading.text_key, "meta.redpajama_set_name"] if named else [reading.text_key]
+    if named:
+        return [reading.text_key, "meta.redpajama_set_name"]
+    return [reading.text_key]
 
 
 def _batches(table: Any, group: int, columns: list[str], arrow: ModuleType) -> Iterator[Any]:

@@ -110,8 +110,14 @@ def _write_input(one: Input, tally: Tally, part: PartWriter, job: PrepareJob) ->
         for document, (tokens, mask) in zip(batch, tokenized(batch, vocabulary), strict=True):
             if not _is_kept(document, tokens, mask, settings, tally):
                 continue
-            content = document.content if isinstance(document.content, str) else tokens
-            split = "validation" if in_validation(content, settings.validation) else "train"
+            if isinstance(document.content, str):
+                content = document.content
+            else:
+                content = tokens
+            if in_validation(content, settings.validation):
+                split = "validation"
+            else:
+                split = "train"
             part.write(f"{split}/{document.source}", ended(tokens, document, vocabulary), mask)
             count += len(tokens) + 1
         yield tally.position - behind, count
@@ -177,7 +183,11 @@ def read_record(job: PrepareJob, number: int) -> Finished | None:
             shard = job.work / TOKENS / where / info["basename"]
             if not shard.exists() or shard.stat().st_size != info["bytes"]:
                 return None
-    counted = about["tallies"] if "tallies" in about else [about["tally"]]  # an earlier version had one input in a part
+    # an earlier version had one input in a part
+    if "tallies" in about:
+        counted = about["tallies"]
+    else:
+        counted = [about["tally"]]
     tallies = [Tally(**values, max_bad=job.max_bad) for values in counted]
     return Finished(about["stamps"], tallies, records)
 

@@ -53,7 +53,10 @@ class PrepareProgress:
         if not self.console.is_terminal and now - self.reported > EVERY:
             self.reported = now
             inputs = f"{self.inputs} of {len(self.job.inputs)} inputs"
-            left = "" if task.time_remaining is None else f", {timedelta(seconds=task.time_remaining)} left"
+            if task.time_remaining is None:
+                left = ""
+            else:
+                left = f", {timedelta(seconds=task.time_remaining)} left"
             self.console.print(f"{task.percentage:.1f}% of {(task.total or 0) / 1e9:.2f} GB, {inputs}, {rate}{left}")
 
     def finish(self, number: int) -> None:

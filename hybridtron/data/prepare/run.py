@@ -249,7 +249,10 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
     tallies = [tally for part in parts for tally in part.tallies]
     if not any(part.records for part in parts):
         left_out = sum(tally.short + tally.long for tally in tallies)
-        why = f" but {left_out} that --min-tokens or --max-tokens left out" if left_out else ""
+        if left_out:
+            why = f" but {left_out} that --min-tokens or --max-tokens left out"
+        else:
+            why = ""
         raise InputError(f"there is no document in {listed([data_input.name for data_input in job.inputs])}{why}")
     vocabulary = job.vocabulary
     assemble(

@@ -59,7 +59,9 @@ class TemplateProcess:
             return f"does not parse: {error}"
         except ValueError as error:
             return f"can't write two short messages: {error}"
-        return f"can't write two short messages: {answer['error']}" if answer.get("bound") else None
+        if answer.get("bound"):
+            return f"can't write two short messages: {answer['error']}"
+        return None
 
     def rendered(
         self, messages: list[Any], tools: Any, prompt: bool, cuts: Sequence[tuple[int, bool]]
@@ -160,5 +162,10 @@ def _ended(process: subprocess.Popen[bytes], owner: int) -> None:
 def _why(code: int | None) -> str:
     if code in TIMED_OUT:
         return f"it computes for more than {SECONDS} seconds"
-    how = "without a word" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+    if code is None:
+        how = "without a word"
+    elif code < 0:
+        how = f"signal {-code}"
+    else:
+        how = f"exit code {code}"
     return f"it ended the process that renders it ({how})"

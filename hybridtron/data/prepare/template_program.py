@@ -136,7 +136,9 @@ def _as_json(value: Any, indent: int | None = None) -> str:
 def _heard() -> dict[str, Any] | None:
     """Read the next message; return None when stdin has closed."""
     head = sys.stdin.buffer.read(LENGTH.size)
-    return json.loads(sys.stdin.buffer.read(*LENGTH.unpack(head))) if len(head) == LENGTH.size else None
+    if len(head) == LENGTH.size:
+        return json.loads(sys.stdin.buffer.read(*LENGTH.unpack(head)))
+    return None
 
 
 def _say(answer: dict[str, Any]) -> None:

@@ -66,7 +66,10 @@ def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | N
     if not file.exists():
         cure = "transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one where it can"
         raise ArgumentError(f"--tokenizer: {path} has no tokenizer.json; {cure}")
-    name = file.parent.resolve().name if file.name == "tokenizer.json" else file.stem
+    if file.name == "tokenizer.json":
+        name = file.parent.resolve().name
+    else:
+        name = file.stem
     try:
         text = read_regular(file, LARGEST_TOKENIZER).decode()
     except (Unreadable, UnicodeDecodeError) as error:
@@ -99,7 +102,10 @@ def vocabulary_of(
             special = ", ".join(added.content for added in tokenizer.get_added_tokens_decoder().values())
             raise ArgumentError(f"{option}: the tokenizer {name} has no token {token!r}; added ones: {special or '-'}")
     size = max(len(ids), max(ids.values()) + 1)
-    separator_id = ids[separator] if separator else ids.get(bos_token or eos_token, ids[eos_token])
+    if separator:
+        separator_id = ids[separator]
+    else:
+        separator_id = ids.get(bos_token or eos_token, ids[eos_token])
     vocabulary = Vocabulary(text, name, eos_token, ids[eos_token], size, separator_id)
     if vocabulary.eos in vocabulary.tokenizer().encode(eos_token, add_special_tokens=False).ids:
         cure = 'mark it as "special": true among its added_tokens'
@@ -112,7 +118,9 @@ def chat_template_of(folder: Path) -> ChatTemplate | None:
     configs = [_config(folder / config) for config in _CONFIGS]
     text = _template_text(folder, configs)
     tokens = {key: token for key in _TEMPLATE_TOKENS if (token := _named(configs, key))}
-    return None if text is None else ChatTemplate(text, tuple(tokens.items()), frozenset())
+    if text is None:
+        return None
+    return ChatTemplate(text, tuple(tokens.items()), frozenset())
 
 
 def _chat_template(folder: Path, found: Vocabulary) -> ChatTemplate | None:
@@ -138,7 +146,9 @@ def _template_text(folder: Path, configs: list[dict]) -> str | None:
             text = templates.get("default")
     except (Unreadable, UnicodeDecodeError) as error:
         raise ArgumentError(f"--tokenizer: {folder / 'chat_template.jinja'} can't be read: {error}") from error
-    return text if isinstance(text, str) and text else None
+    if isinstance(text, str) and text:
+        return text
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -164,14 +174,17 @@ def _config(file: Path) -> dict:
         raise ArgumentError(f"--tokenizer: {file} {error}") from error
     except Unreadable as error:
         raise ArgumentError(f"--tokenizer: {file} can't be read: {error}") from error
-    return values if isinstance(values, dict) else {}
+    if isinstance(values, dict):
+        return values
+    return {}
 
 
 def _named(configs: list[dict], key: str) -> str | None:
     """Return a special token from the first configuration that names it, as a string or as {"content": ...}."""
     for values in configs:
         token = values.get(key)
-        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, dict):
+            token = token.get("content")
         if isinstance(token, str) and token:
             return token
     return None

@@ -43,7 +43,9 @@ Records = dict[str, PartRecord]  # by split and source: `train/web`
 
 def token_dtype(vocab_size: int) -> str:
     """Return the smallest dtype that holds every token."""
-    return "uint16" if vocab_size <= 2**16 else "uint32"
+    if vocab_size <= 2**16:
+        return "uint16"
+    return "uint32"
 
 
 class PartWriter:

@@ -34,7 +34,8 @@ def blocked(inputs: AttentionInputs) -> Tensor:
     q_BLHK = inputs.q_BLHK
     keys = with_memory(inputs)
     window = inputs.window
-    window = None if window is None or window >= keys.keys_BSGK.shape[1] else window
+    if window is None or window >= keys.keys_BSGK.shape[1]:
+        window = None
     if window is None and keys.documents_BS is None:
         return attend_to_rows(inputs)
 

@@ -48,14 +48,19 @@ class FlashVersion:
         if is_deterministic() and channels > self.longest_repeatable:
             return f"adds up gradients of heads of {channels} channels in no fixed order"
         # A memory has padding before its keys if rows remember different numbers of tokens; the kernels can't skip it.
-        return None if inputs.memory is None else "takes no remembered keys"
+        if inputs.memory is None:
+            return None
+        return "takes no remembered keys"
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
         """Attend to rows as one batch, or to their documents as sequences of variable length."""
         q_BLHK, k_BLGK, v_BLGK, window, documents_BL, _, borders_E = inputs
         flash = optional_package(self.package).module
         assert flash is not None
-        sides = (self.unlimited, self.unlimited) if window is None else (window - 1, 0)
+        if window is None:
+            sides = (self.unlimited, self.unlimited)
+        else:
+            sides = (window - 1, 0)
         if documents_BL is None:
             return _output(
                 flash.flash_attn_func(
@@ -80,7 +85,9 @@ class FlashVersion:
 
 def _output(given: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
     """Return the output alone; version 4 returns it with the log-sum-exp of each query."""
-    return given[0] if isinstance(given, tuple) else given
+    if isinstance(given, tuple):
+        return given[0]
+    return given
 
 
 def _implementation(name: str, version: FlashVersion) -> Implementation[AttentionInputs, Tensor]:

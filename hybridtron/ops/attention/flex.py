@@ -76,7 +76,9 @@ def _unsupported_reason(inputs: AttentionInputs) -> str | None:
     if (reason := flex_unsupported_reason(inputs.q_BLHK)) is not None:
         return reason
     short = inputs.q_BLHK.shape[1] < TILE
-    return f"gains nothing on rows of fewer than {TILE} tokens, as in generation" if short else None
+    if short:
+        return f"gains nothing on rows of fewer than {TILE} tokens, as in generation"
+    return None
 
 
 def attention(inputs: AttentionInputs) -> Tensor:

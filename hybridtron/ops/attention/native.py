@@ -35,7 +35,10 @@ def attention(inputs: AttentionInputs) -> Tensor:
 def _first_of_sizes(rows: int, length: int, window: int | None) -> Tensor:
     """Return the first key that each query sees (B, L), without documents and memory."""
     last_L = torch.arange(length)
-    first_L = torch.zeros_like(last_L) if window is None else (last_L - window + 1).clamp(min=0)
+    if window is None:
+        first_L = torch.zeros_like(last_L)
+    else:
+        first_L = (last_L - window + 1).clamp(min=0)
     return first_L.repeat(rows, 1)
 
 

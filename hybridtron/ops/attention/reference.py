@@ -52,7 +52,10 @@ def remember(
         own_B = (documents_BL == documents_BL[:, -1:]).sum(1)
         whole_B = own_B == length
     keys, values = joined(memory, k_BLGK, v_BLGK)
-    length_B = own_B if memory is None else own_B + torch.where(whole_B, memory.length_B, 0)
+    if memory is None:
+        length_B = own_B
+    else:
+        length_B = own_B + torch.where(whole_B, memory.length_B, 0)
     if keep is None:
         return AttentionMemory(keys, values, length_B)
     missing = max(0, keep - keys.shape[1])

@@ -9,7 +9,9 @@ from hybridtron.ops.dispatch import Implementation
 def _unsupported_reason(inputs: AttentionInputs) -> str | None:
     if inputs.window is not None and inputs.window < inputs.q_BLHK.shape[1]:
         return "takes no window"
-    return None if inputs.documents_BL is None and inputs.memory is None else "takes neither documents nor memory"
+    if inputs.documents_BL is None and inputs.memory is None:
+        return None
+    return "takes neither documents nor memory"
 
 
 SDPA = Implementation("sdpa", attend_to_rows, "cuda", unsupported_reason=_unsupported_reason)

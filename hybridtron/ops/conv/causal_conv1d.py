@@ -23,7 +23,9 @@ def _unsupported_reason(inputs: ConvInputs) -> str | None:
         return f"the kernel takes widths of 2 to 4, not {inputs.width}"
     if inputs.x_BLC.shape[2] % 8 != 0:
         return f"the kernel takes a multiple of 8 channels, not {inputs.x_BLC.shape[2]}"
-    return "the kernel has no float64" if inputs.x_BLC.dtype == torch.float64 else None
+    if inputs.x_BLC.dtype == torch.float64:
+        return "the kernel has no float64"
+    return None
 
 
 def _repeats_bits() -> bool:

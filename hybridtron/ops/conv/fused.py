@@ -37,7 +37,10 @@ CHUNK = 256  # tokens of a chunk, which stays in a CPU's cache while its taps ar
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def fused(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """Sum the taps chunk by chunk; return y and the new tail."""
-    documents_BS = None if inputs.documents_BL is None else documents_with_tail(inputs.documents_BL, inputs.width)
+    if inputs.documents_BL is None:
+        documents_BS = None
+    else:
+        documents_BS = documents_with_tail(inputs.documents_BL, inputs.width)
     return _FusedConv.apply(*inputs._replace(documents_BL=documents_BS)), new_tail(inputs)
 
 
@@ -56,7 +59,10 @@ class _FusedConv(torch.autograd.Function):
         y_BLC = torch.empty_like(x_BLC, memory_format=torch.contiguous_format)
         for tokens, x_BRC, documents_BR in _chunks(x_BLC, tail_BTC, documents_BS, len(weight_WC)):
             sum_BKC = _sum_of_taps(x_BRC, weight_WC, bias_C, documents_BR)
-            y_BLC[:, tokens] = F.silu(sum_BKC, inplace=True) if activation else sum_BKC
+            if activation:
+                y_BLC[:, tokens] = F.silu(sum_BKC, inplace=True)
+            else:
+                y_BLC[:, tokens] = sum_BKC
         return y_BLC
 
     @staticmethod
@@ -98,7 +104,10 @@ def _chunks(
         x_BRC = x_BLC[:, max(start - (width - 1), 0) : tokens.stop]
         if start == 0:
             x_BRC = with_tail(x_BRC, tail_BTC, width)
-        documents_BR = None if documents_BS is None else documents_BS[:, start : tokens.stop + width - 1]
+        if documents_BS is None:
+            documents_BR = None
+        else:
+            documents_BR = documents_BS[:, start : tokens.stop + width - 1]
         yield tokens, x_BRC.to(wide_type(x_BLC)), documents_BR
 
 
@@ -107,4 +116,6 @@ def _sum_of_taps(x_BRC: Tensor, weight_WC: Tensor, bias_C: Tensor | None, docume
     sum_BKC = reached(x_BRC, documents_BR, 0, width) * weight_WC[0]
     for tap in range(1, width):
         sum_BKC.addcmul_(reached(x_BRC, documents_BR, tap, width), weight_WC[tap])
-    return sum_BKC if bias_C is None else sum_BKC.add_(bias_C)
+    if bias_C is None:
+        return sum_BKC
+    return sum_BKC.add_(bias_C)

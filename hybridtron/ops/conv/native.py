@@ -37,7 +37,9 @@ def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
 
 
 def _unsupported_reason(inputs: ConvInputs) -> str | None:
-    return None if inputs.width <= MOST_TAPS else f"takes widths up to {MOST_TAPS}, not {inputs.width}"
+    if inputs.width <= MOST_TAPS:
+        return None
+    return f"takes widths up to {MOST_TAPS}, not {inputs.width}"
 
 
 NATIVE = Implementation("native", causal_conv, "cpu", unsupported_reason=_unsupported_reason, missing=missing)
@@ -52,14 +54,21 @@ class _NativeConv(torch.autograd.Function):
         ctx.kinds = [None if t is None else t.dtype for t in given[:4]]
         wide = wide_type(x_BLC)
         weight_WC = weight_CW.t().to(wide).contiguous()
-        bias = weight_WC.new_zeros(len(weight_CW)) if bias_C is None else bias_C.to(wide).contiguous()
-        tail_BTC = None if tail_BTC is None else readable(tail_BTC.to(x_BLC.dtype))
+        if bias_C is None:
+            bias = weight_WC.new_zeros(len(weight_CW))
+        else:
+            bias = bias_C.to(wide).contiguous()
+        if tail_BTC is not None:
+            tail_BTC = readable(tail_BTC.to(x_BLC.dtype))
         saved = (readable(x_BLC), weight_WC, bias, tail_BTC, starts_BL)
         ctx.save_for_backward(*saved)
         ctx.activation = activation
         y_BLC = like(x_BLC)
         task = _task(activation, *saved)
-        computed = y_BLC if y_BLC.dtype in (wide, torch.bfloat16) else y_BLC.to(wide)
+        if y_BLC.dtype in (wide, torch.bfloat16):
+            computed = y_BLC
+        else:
+            computed = y_BLC.to(wide)
         task.y = Tokens.of(computed)
         call(f"convolution_forward_{scalar(wide)}", task, threads(x_BLC.numel() / WORTH))
         return computed.to(y_BLC.dtype)
@@ -72,7 +81,10 @@ class _NativeConv(torch.autograd.Function):
         task = _task(ctx.activation, *saved)
         grad_y_BLC = readable(grads[0])
         grad_x_BLC = like(x_BLC)
-        grad_tail_BTC = None if tail_BTC is None else like(tail_BTC).zero_()
+        if tail_BTC is None:
+            grad_tail_BTC = None
+        else:
+            grad_tail_BTC = like(tail_BTC).zero_()
         task.grad_y, task.grad_x, task.grad_tail = map(Tokens.of, (grad_y_BLC, grad_x_BLC, grad_tail_BTC))
         parts = task.rows * token_blocks(task.length)
         of_weight = weight_WC.new_empty(parts, task.width + 1, task.channels)

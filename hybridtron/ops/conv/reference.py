@@ -41,7 +41,10 @@ def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     wide = wide_type(x_BLC)
     width = inputs.width
     x_BSC = with_tail(x_BLC, tail_BTC, width).to(wide)
-    documents_BS = None if documents_BL is None else documents_with_tail(documents_BL, width)
+    if documents_BL is None:
+        documents_BS = None
+    else:
+        documents_BS = documents_with_tail(documents_BL, width)
     y_BLC = x_BSC.new_zeros(x_BLC.shape)
     for tap in range(width):
         y_BLC = y_BLC + weight_CW[:, tap].to(wide) * reached(x_BSC, documents_BS, tap, width)

@@ -95,7 +95,10 @@ class DeltaRow(NamedTuple):
         """Return a chunk of tokens, converted to the dtype to compute in."""
         wide = wide_type(self.v_BLHP)
         v_BHTP, q_BHTN, k_BHTN = (t[:, tokens].to(wide).transpose(1, 2) for t in self[:3])
-        starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
+        if self.starts_BL is None:
+            starts_BT = None
+        else:
+            starts_BT = self.starts_BL[:, tokens]
         sight = Sight.of(v_BHTP.shape[2], v_BHTP.device, starts_BT)
         beta_BHT = self.beta_BLH[:, tokens].to(wide).transpose(1, 2)
         by_head = self.g_BLHG.shape[3] == 1

@@ -69,7 +69,9 @@ class ChunkDecay:
     def by_gate(self, x_BHTN: Tensor) -> Tensor:
         """Return terms of g's gradient in g's shape, as float64: by key channel, or summed over a head's channels."""
         x_BHTN = x_BHTN.double()
-        return x_BHTN.sum(-1, keepdim=True) if self.sum_BHTG.shape[3] == 1 else x_BHTN
+        if self.sum_BHTG.shape[3] == 1:
+            return x_BHTN.sum(-1, keepdim=True)
+        return x_BHTN
 
     def grad_g(self, gain_BHTG: Tensor, loss_BHTG: Tensor, through_BH1G: Tensor) -> Tensor:
         """Return the gradient of g, the sum of three parts.

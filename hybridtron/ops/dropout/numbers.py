@@ -32,7 +32,9 @@ def channel_numbers(seed: int, first: int, count: int, device: torch.device | st
 
 def _signed(seed: int) -> int:
     """Return the int64 that has the bits of an unsigned 64-bit number."""
-    return seed - 2**64 if seed >= 2**63 else seed
+    if seed >= 2**63:
+        return seed - 2**64
+    return seed
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -15,13 +15,19 @@ MOST_OF_A_GROUP = 8192  # channels of a group, which a program holds in its regi
 
 def _of_heads(inputs: GatedSquaresInputs | GatedScaleInputs) -> str | None:
     size = inputs.y_BLHP.shape[3]
-    too_large = None if size <= MOST_CHANNELS else f"heads of {size} channels; the kernels take {MOST_CHANNELS}"
+    if size <= MOST_CHANNELS:
+        too_large = None
+    else:
+        too_large = f"heads of {size} channels; the kernels take {MOST_CHANNELS}"
     return left_to_torch_compile() or too_large
 
 
 def _of_groups(inputs: GatedNormInputs) -> str | None:
     size = len(inputs.weight_E) // inputs.groups
-    too_large = None if size <= MOST_OF_A_GROUP else f"groups of {size} channels; the kernels take {MOST_OF_A_GROUP}"
+    if size <= MOST_OF_A_GROUP:
+        too_large = None
+    else:
+        too_large = f"groups of {size} channels; the kernels take {MOST_OF_A_GROUP}"
     return left_to_torch_compile() or too_large
 
 

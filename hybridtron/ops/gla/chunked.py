@@ -78,7 +78,10 @@ class GLARow(NamedTuple):
         """Return a chunk of tokens, converted to the dtype to compute in."""
         wide = wide_type(self.v_BLHP)
         v_BHTP, q_BHTN, k_BHTN = (t[:, tokens].to(wide).transpose(1, 2) for t in self[:3])
-        starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
+        if self.starts_BL is None:
+            starts_BT = None
+        else:
+            starts_BT = self.starts_BL[:, tokens]
         sight = Sight.of(v_BHTP.shape[2], v_BHTP.device, starts_BT)
         return GLAChunk(q_BHTN, k_BHTN, v_BHTP, self.g_BLHN[:, tokens].transpose(1, 2), sight, starts_BT)
 
@@ -217,12 +220,16 @@ class GLAChunk:
         A product with a zero decay would not suffice: 0 times an infinite state is nan.
         """
         first_BT = self.sight.first_BT
-        return x_BHTP if first_BT is None else x_BHTP.masked_fill(~_every_token(first_BT), 0)
+        if first_BT is None:
+            return x_BHTP
+        return x_BHTP.masked_fill(~_every_token(first_BT), 0)
 
     def _passed_through(self, state_BHNP: Tensor) -> Tensor:
         """Set a state to 0 in rows in which a document begins inside the chunk."""
         through_B1 = self.sight.through_B1
-        return state_BHNP if through_B1 is None else state_BHNP.masked_fill(~through_B1[:, :, None, None], 0)
+        if through_B1 is None:
+            return state_BHNP
+        return state_BHNP.masked_fill(~through_B1[:, :, None, None], 0)
 
 
 def _every_token(seen_BT: Tensor) -> Tensor:

@@ -62,7 +62,10 @@ class SummedGradients:
         self.weight_VD = inputs.weight_VD
         self.wanted = wanted
         self.several = several
-        self.of_x_ND = torch.empty_like(self.x_ND) if wanted.of_x else None
+        if wanted.of_x:
+            self.of_x_ND = torch.empty_like(self.x_ND)
+        else:
+            self.of_x_ND = None
         self.of_weight_VD: Tensor | None = None
 
     def add(self, part: slice, of_logits_CV: Tensor) -> None:
@@ -100,7 +103,10 @@ def _sums_of(part: slice, inputs: LinearCrossEntropyInputs, gradients: SummedGra
     """
     x_ND, weight_VD, labels_N, mask_N, z_loss, share = inputs
     logits_CV = matrix_product(ProductInputs(x_ND[part], weight_VD.T))
-    labels_C = labels_N[part] if share is None else labels_N[part] - share.first
+    if share is None:
+        labels_C = labels_N[part]
+    else:
+        labels_C = labels_N[part] - share.first
     sums = softmax_sums(SoftmaxSumsInputs(logits_CV, labels_C))
     if share is not None:
         sums = share.join(sums)

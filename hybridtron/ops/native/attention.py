@@ -47,7 +47,9 @@ class AttentionTask(ctypes.Structure):
 
 def unsupported_types(*tensors: Tensor) -> str | None:
     """Return why the compiled form can't take tensors of these types, or None if it can."""
-    return None if all(tensor.dtype in KINDS for tensor in tensors) else "takes fp32, float64 and bf16"
+    if all(tensor.dtype in KINDS for tensor in tensors):
+        return None
+    return "takes fp32, float64 and bf16"
 
 
 def attend(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, plan: AttentionPlan) -> Tensor:

@@ -59,7 +59,9 @@ def library() -> NativeLibrary:
 def missing() -> str | None:
     """Return the reason why compiled forms can't run here, or None if they can."""
     found = library()
-    return found.reason if found.functions is None else None
+    if found.functions is None:
+        return found.reason
+    return None
 
 
 def call(name: str, task: ctypes.Structure, threads: int) -> None:
@@ -94,8 +96,14 @@ class Build:
     @staticmethod
     def here() -> Build:
         """Return the build for this machine. Raises NotBuilt if it has no compiler."""
-        native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-        linked = () if sys.platform == "darwin" else ("-Wl,--as-needed",)
+        if platform.machine() in ("aarch64", "arm64"):
+            native = "-mcpu=native"
+        else:
+            native = "-march=native"
+        if sys.platform == "darwin":
+            linked = ()
+        else:
+            linked = ("-Wl,--as-needed",)
         return Build(compiler(), (*FLAGS, native, *linked), cpu_features())
 
     @functools.cached_property
@@ -147,7 +155,10 @@ def threads(worth: float) -> int:
 
 def processors() -> int:
     """Count the processors that this process may run on at once."""
-    bound = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if sys.platform == "linux":
+        bound = len(os.sched_getaffinity(0))
+    else:
+        bound = os.cpu_count() or 1
     return max(1, min(bound, _allowed()))
 
 
@@ -175,6 +186,8 @@ def quota(root: Path) -> int:
         else:
             limit = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
             period = (root / "cpu" / "cpu.cfs_period_us").read_text()
-        return math.ceil(int(limit) / int(period)) if int(limit) > 0 else sys.maxsize
+        if int(limit) > 0:
+            return math.ceil(int(limit) / int(period))
+        return sys.maxsize
     except (OSError, ValueError):  # no cgroup, or "max"
         return sys.maxsize

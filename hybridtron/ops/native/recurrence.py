@@ -154,7 +154,9 @@ def _by_token(name: str) -> bool:
 
 
 def _seen(name: str, tensor: Tensor | None) -> Tokens | int | None:
-    return Tokens.of(tensor) if _by_token(name) else address(tensor)
+    if _by_token(name):
+        return Tokens.of(tensor)
+    return address(tensor)
 
 
 def _dense_copy(state: Tensor) -> Tensor:

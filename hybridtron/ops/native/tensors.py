@@ -67,18 +67,26 @@ def as_rows(tensor: Tensor) -> Tensor:
 def starts_of(documents_BL: Tensor | None) -> Tensor | None:
     """Return a dense boolean mask of the tokens that begin a document, one byte each; None without documents."""
     starts_BL = document_starts(documents_BL)
-    return None if starts_BL is None else starts_BL.contiguous()
+    if starts_BL is None:
+        return None
+    return starts_BL.contiguous()
 
 
 def first_part(parts: Tensor) -> Tensor:
     """Return the first partial sum, to which the compiled code has added all others; zeros if there is none."""
-    return parts[0] if len(parts) else parts.new_zeros(parts.shape[1:])
+    if len(parts):
+        return parts[0]
+    return parts.new_zeros(parts.shape[1:])
 
 
 def scalar(dtype: torch.dtype) -> str:
     """Return the suffix of a compiled function's name for the type that it computes in."""
-    return "double" if dtype == torch.float64 else "float"
+    if dtype == torch.float64:
+        return "double"
+    return "float"
 
 
 def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    if tensor is None:
+        return None
+    return tensor.data_ptr()

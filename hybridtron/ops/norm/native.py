@@ -108,7 +108,10 @@ def _forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
     """Return the sum, or x if nothing is added, and its norm."""
     rows = as_rows(x)
     wide = weight.to(wide_type(x)).contiguous()
-    y = like(rows) if (kind := narrower(x.dtype, weight.dtype)) == x.dtype else like(rows).to(kind)
+    if (kind := narrower(x.dtype, weight.dtype)) == x.dtype:
+        y = like(rows)
+    else:
+        y = like(rows).to(kind)
     task = _task(rows, wide, eps)
     task.y = Tokens.of(y)
     summed = x

@@ -34,7 +34,9 @@ def missing() -> str | None:
         about = Path("/proc/cpuinfo").read_text()
     except OSError:
         about = ""
-    return None if "AuthenticAMD" in about and "avx512f" in about else "for AMD's CPUs with AVX-512: others have MKL's"
+    if "AuthenticAMD" in about and "avx512f" in about:
+        return None
+    return "for AMD's CPUs with AVX-512: others have MKL's"
 
 
 def _unsupported_reason(inputs: LinearInputs | ProductInputs) -> str | None:
@@ -43,8 +45,13 @@ def _unsupported_reason(inputs: LinearInputs | ProductInputs) -> str | None:
         return "torch.compile chooses products itself"
     if left.dtype != torch.float32 or right.dtype != torch.float32:
         return "for fp32: torch uses it for bf16 by itself"
-    outside = len(right) if isinstance(inputs, LinearInputs) else right.shape[1]
-    return None if left.numel() * outside >= LEAST else f"gains nothing on products of fewer than {LEAST:,} factors"
+    if isinstance(inputs, LinearInputs):
+        outside = len(right)
+    else:
+        outside = right.shape[1]
+    if left.numel() * outside >= LEAST:
+        return None
+    return f"gains nothing on products of fewer than {LEAST:,} factors"
 
 
 def matrix_product(inputs: ProductInputs) -> Tensor:
@@ -78,7 +85,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TI, weight_OI = ctx.saved_tensors
         grad_MO = _flat(grads[0])
-        of_x = _times(grad_MO, weight_OI.t()).view(x_TI.shape) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            of_x = _times(grad_MO, weight_OI.t()).view(x_TI.shape)
+        else:
+            of_x = None
         return of_x, _times(grad_MO.t(), _flat(x_TI).t()) if ctx.needs_input_grad[1] else None
 
 
@@ -92,14 +102,19 @@ def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     total_MN: Tensor | None = None
     for left, right in zip(left_MK.split(DEPTH, 1), right_NK.split(DEPTH, 1), strict=True):
         part_MN = torch.ops.mkldnn._linear_pointwise(_dense(left), _dense(right), None, "none", [], "")
-        total_MN = part_MN if total_MN is None else total_MN.add_(part_MN)
+        if total_MN is None:
+            total_MN = part_MN
+        else:
+            total_MN = total_MN.add_(part_MN)
     assert total_MN is not None
     return total_MN
 
 
 def _dense(x: Tensor) -> Tensor:
     """Return a dense matrix, possibly transposed; oneDNN can be a thousand times slower on slices of wider tensors."""
-    return x if x.t().is_contiguous() else x.contiguous()
+    if x.t().is_contiguous():
+        return x
+    return x.contiguous()
 
 
 def _flat(x: Tensor) -> Tensor:

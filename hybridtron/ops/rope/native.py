@@ -33,7 +33,9 @@ class RopeTask(ctypes.Structure):
 def _unsupported_reason(inputs: RopeInputs) -> str | None:
     if (reason := left_to_torch_compile()) is not None:
         return reason
-    return None if inputs.x_BLHK.dtype in KINDS else "takes fp32, float64 and bf16"
+    if inputs.x_BLHK.dtype in KINDS:
+        return None
+    return "takes fp32, float64 and bf16"
 
 
 @untraced  # torch.compile can't trace a call of compiled code

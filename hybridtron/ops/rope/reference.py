@@ -39,7 +39,10 @@ def frequencies(rope: RopeOptions, channels: int, device: torch.device | str = "
     if rope.scale == "linear":
         return plain / rope.factor
     assert rope.original is not None
-    kept = _kept_by_yarn(rope, channels, pairs) if rope.scale == "yarn" else _kept_by_llama3(rope, plain)
+    if rope.scale == "yarn":
+        kept = _kept_by_yarn(rope, channels, pairs)
+    else:
+        kept = _kept_by_llama3(rope, plain)
     return kept * plain + (1 - kept) * plain / rope.factor
 
 
@@ -97,4 +100,6 @@ def apply_rope(inputs: RopeInputs) -> Tensor:
     cos = cos_BLk[:, :, None].to(first.dtype)
     sin = sin_BLk[:, :, None].to(first.dtype)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BLHK.dtype)
-    return rotated if rotary == x_BLHK.shape[-1] else torch.cat((rotated, x_BLHK[..., rotary:]), dim=-1)
+    if rotary == x_BLHK.shape[-1]:
+        return rotated
+    return torch.cat((rotated, x_BLHK[..., rotary:]), dim=-1)

@@ -17,7 +17,9 @@ def _unsupported_reason(inputs: RopeInputs) -> str | None:
     if inputs.x_BLHK.dtype == torch.float64:
         return "the kernel has no float64"
     channels = inputs.x_BLHK.shape[2] * inputs.x_BLHK.shape[3]
-    return None if channels <= MOST_CHANNELS else f"takes {MOST_CHANNELS} channels of a token, not {channels}"
+    if channels <= MOST_CHANNELS:
+        return None
+    return f"takes {MOST_CHANNELS} channels of a token, not {channels}"
 
 
 TRITON = own_kernels("hybridtron.ops.rope.kernels:apply_rope", _unsupported_reason)

@@ -159,7 +159,10 @@ class ScanChunk:
 
         read = grad_y_TBE.unsqueeze(2), self.C_TBN.unsqueeze(3)
         grad_h_TBNE = torch.mul(*read)
-        next_starts_TB = None if self.starts_TB is None else F.pad(self.starts_TB[1:], (0, 0, 0, 1))
+        if self.starts_TB is None:
+            next_starts_TB = None
+        else:
+            next_starts_TB = F.pad(self.starts_TB[1:], (0, 0, 0, 1))
         recur(decay_TBNE[1:], *read, grad_h_TBNE, grad_state_BNE, next_starts_TB, back=True)
         grad_C_TBN = (h_TBNE[1:] @ grad_y_TBE.unsqueeze(3)).squeeze(3)
         grad_B_TBN = (grad_h_TBNE @ self.step_TBE.unsqueeze(3)).squeeze(3)

@@ -31,7 +31,9 @@ def _unsupported_reason(inputs: ScanInputs) -> str | None:
         return "the kernel knows no document borders"
     if inputs.A_EN.shape[1] > 256:
         return f"the kernel takes a state size of at most 256, not {inputs.A_EN.shape[1]}"
-    return "the kernel has no float64" if inputs.x_BLE.dtype == torch.float64 else None
+    if inputs.x_BLE.dtype == torch.float64:
+        return "the kernel has no float64"
+    return None
 
 
 def _repeats_bits() -> bool:

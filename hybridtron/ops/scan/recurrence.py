@@ -51,7 +51,11 @@ def _recur(a_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, cut_TB: Tensor | N
     h = h_TBNE.unflatten(0, (-1, size))
     since_start = a if size == 1 else a.clone()  # product of the factors since the group's first token
     cut = None if cut_TB is None else cut_TB.unflatten(0, (-1, size))
-    passed = None if cut is None else (cut.flip(1).cumsum(1).flip(1) if back else cut.cumsum(1)) > 0  # a cut since then
+    # a cut since then
+    if cut is None:
+        passed = None
+    else:
+        passed = (cut.flip(1).cumsum(1).flip(1) if back else cut.cumsum(1)) > 0
     order = range(size)[::direction]
     for before, now in itertools.pairwise(order):
         _add(h, a, (slice(None), now), h[:, before], cut)

@@ -33,7 +33,9 @@ def _unsupported_reason(inputs: SoftmaxSumsInputs | SoftmaxGradientsInputs) -> s
         return "has no gradient of its own"
     if inputs.logits_CV.dtype not in KINDS or inputs.labels_C.dtype != torch.int64:
         return "takes logits in fp32, float64 and bf16, and labels in int64"
-    return None if inputs.logits_CV.is_contiguous() else "takes logits that lie one after another"
+    if inputs.logits_CV.is_contiguous():
+        return None
+    return "takes logits that lie one after another"
 
 
 def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:

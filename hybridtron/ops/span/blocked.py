@@ -63,7 +63,10 @@ def _parts(cut: SpanCut, chosen: Sequence[Tensor | None], length: int, total: in
                 other = spans[last - 1]
                 count = spans[first].count
                 of_rows = slice(rows.start - segment.rows.start, rows.stop - segment.rows.start)
-                blocks = None if not count or chosen_RGTC is None else chosen_RGTC[of_rows, :, first:last, :count]
+                if not count or chosen_RGTC is None:
+                    blocks = None
+                else:
+                    blocks = chosen_RGTC[of_rows, :, first:last, :count]
                 queries = slice(first_span.queries.start, other.queries.stop)
                 keys = slice(first_span.keys.start, other.keys.stop)
                 yield ChunkRun(rows, last - first, queries, keys, segment.keys(length, total), blocks)
@@ -118,7 +121,10 @@ def _steps(
     part: ChunkRun, q: Tensor, block: int, masks: dict[tuple[int, int, int], Tensor]
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of a run's queries, each with its mask over the gathered keys up to its last query."""
-    count = 0 if part.chosen_RGTC is None else part.chosen_RGTC.shape[-1] * block
+    if part.chosen_RGTC is None:
+        count = 0
+    else:
+        count = part.chosen_RGTC.shape[-1] * block
     own = (part.keys.stop - part.keys.start) // part.chunks
     for start in range(0, part.size, BLOCK):
         stop = min(start + BLOCK, part.size)

@@ -34,7 +34,10 @@ def summaries(q_RNHK: Tensor, k_RNGK: Tensor, v_RNGK: Tensor, block: int, landma
     """Return c_j of every complete block, (R, U, H, K), in fp32 or float64."""
     whole = k_RNGK.shape[1] // block * block
     # on a CPU a few blocks at a time, so that intermediate results stay in the cache
-    run = max(block, AT_ONCE // block * block) if q_RNHK.device.type == "cpu" else max(block, whole)
+    if q_RNHK.device.type == "cpu":
+        run = max(block, AT_ONCE // block * block)
+    else:
+        run = max(block, whole)
     parts = zip(*(x[:, :whole].split(run, dim=1) for x in (q_RNHK, k_RNGK, v_RNGK)), strict=True)
     return torch.cat([_summaries(q, k, v, block, landmarks_HK) for q, k, v in parts], dim=1)
 

@@ -144,7 +144,9 @@ def own_blocks(cut: SpanCut, segment: SpanSegment, share: slice) -> OwnBlocks:
     counted = -(-(segment.stop - base) // cut.block)
 
     def ended(before: int) -> int:
-        return counted if segment.stop <= before else max(0, (before - base) // cut.block)
+        if segment.stop <= before:
+            return counted
+        return max(0, (before - base) // cut.block)
 
     begin = ended(share.start)
     end = ended(share.stop)
@@ -166,7 +168,10 @@ def _choice(cut: SpanCut, rule: ChoiceRule, segment: SpanSegment, known: SpanPas
     sums = _last(known.sums_BPHK, unfinished - (chunks.start - 1) * per_chunk)
     missing = -sums.shape[1] % per_chunk
     sums_RTHK = F.pad(sums, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, per_chunk)).sum(2)
-    asking = sums_RTHK[:, : len(chunks)] if rule.previous else sums_RTHK[:, 1 : 1 + len(chunks)]
+    if rule.previous:
+        asking = sums_RTHK[:, : len(chunks)]
+    else:
+        asking = sums_RTHK[:, 1 : 1 + len(chunks)]
     whole = segment.end_place // cut.block - segment.first_place // cut.block
     of_blocks = _last(known.summaries_BPHK, whole)
     return choose(relevance(asking, of_blocks, groups), cut.available(segment), rule.most)
@@ -181,6 +186,9 @@ def _after(ended: Sequence[tuple[SpanSegment, SpanPast]], block: int, carried: C
     for segment, known in sorted(ended, key=lambda pair: pair[0].rows.start):
         under_way = segment.end_place % block
         queries = known.queries_BNHK[:, known.queries_BNHK.shape[1] - under_way :]
-        sums = known.sums_BPHK[:, :-1] if under_way else known.sums_BPHK
+        if under_way:
+            sums = known.sums_BPHK[:, :-1]
+        else:
+            sums = known.sums_BPHK
         parts.append((_last(queries, block - 1), _last(known.summaries_BPHK, count), _last(sums, carried.sums)))
     return SpanPast(*(torch.cat(part) for part in zip(*parts, strict=True)))

@@ -15,7 +15,9 @@ MOST_PAIRS = 2**16
 
 def _unsupported_reason(inputs: SparseInputs) -> str | None:
     pairs = inputs.q_RLN.shape[1] * inputs.k_RSN.shape[1]
-    return None if pairs <= MOST_PAIRS else f"{pairs} pairs in a row; the dense mask is for {MOST_PAIRS}"
+    if pairs <= MOST_PAIRS:
+        return None
+    return f"{pairs} pairs in a row; the dense mask is for {MOST_PAIRS}"
 
 
 DENSE = Implementation("dense", untraced(reference.sparse_attention), "cpu", unsupported_reason=_unsupported_reason)

@@ -28,7 +28,10 @@ def hash_matrix(seed: int, size: int, hashes: int, device: torch.device) -> Tens
 def hash_bins(x_RSN: Tensor, documents_RS: Tensor, matrix_Nh: Tensor, rule: str, centre: str) -> Tensor:
     """Return the bin of every vector, (R, S) in int64."""
     wide_RSN = at_least_fp32(x_RSN)
-    mean_RSN = wide_RSN.mean(-1, keepdim=True) if centre == "features" else _document_means(wide_RSN, documents_RS)
+    if centre == "features":
+        mean_RSN = wide_RSN.mean(-1, keepdim=True)
+    else:
+        mean_RSN = _document_means(wide_RSN, documents_RS)
     products_RSh = (wide_RSN - mean_RSN) @ matrix_Nh.to(wide_RSN.dtype)
     if rule == "argmax":
         return products_RSh.argmax(-1)

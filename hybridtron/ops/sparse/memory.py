@@ -77,7 +77,10 @@ def merged(memories: Sequence[SparseMemory], length_R: Tensor) -> SparseMemory:
 
     scores = [memory.scores_RM for memory in memories if memory.scores_RM is not None]
     keys, values = ([getattr(memory, name) for memory in memories] for name in ("keys_RMN", "values_RMP"))
-    of_scores = in_order(scores) if len(scores) == len(memories) else None
+    if len(scores) == len(memories):
+        of_scores = in_order(scores)
+    else:
+        of_scores = None
     return SparseMemory(in_order(keys), in_order(values), places_RM.gather(1, order_RM), length_R, of_scores)
 
 

@@ -90,7 +90,10 @@ class SSDChunkedRow(NamedTuple):
         delta_BTH = F.softplus(shifted_BTH)
         A_H = self.A_H.to(wide)
         D_H = self.D_H.to(wide)
-        starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
+        if self.starts_BL is None:
+            starts_BT = None
+        else:
+            starts_BT = self.starts_BL[:, tokens]
         core = DecayChunk(
             self.C_BLGN[:, tokens].to(wide).transpose(1, 2),
             self.B_BLGN[:, tokens].to(wide).transpose(1, 2),
@@ -163,7 +166,10 @@ class DecayChunkedRow(NamedTuple):
             None if step_BLH is None else step_BLH[:, tokens].to(wide).unsqueeze(3)
             for step_BLH in (self.step_BLH, self.own_step_BLH)
         )
-        starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
+        if self.starts_BL is None:
+            starts_BT = None
+        else:
+            starts_BT = self.starts_BL[:, tokens]
         core = DecayChunk(
             self.q_BLGN[:, tokens].to(wide).transpose(1, 2),
             self.k_BLGN[:, tokens].to(wide).transpose(1, 2),
@@ -172,7 +178,10 @@ class DecayChunkedRow(NamedTuple):
             Sight.of(v_BTHP.shape[1], v_BTHP.device, starts_BT),
             see_themselves=own_step_BTH1 is None,
         )
-        D_H1 = None if self.D_H is None else self.D_H.to(wide).unsqueeze(1)
+        if self.D_H is None:
+            D_H1 = None
+        else:
+            D_H1 = self.D_H.to(wide).unsqueeze(1)
         return GivenChunk(v_BTHP, step_BTH1, own_step_BTH1, D_H1, core)
 
 
@@ -216,7 +225,10 @@ class GivenChunk:
         if self._own_worth is not None:
             of_v_BTHP = of_v_BTHP.addcmul(self._own_worth, grad_y_BTHP)
         of_k_q = of.k_BGTN.transpose(1, 2), of.q_BGTN.transpose(1, 2)
-        of_D = () if self.D_H1 is None or of_worth_BTH is None else (of_worth_BTH.sum((0, 1), dtype=torch.float64),)
+        if self.D_H1 is None or of_worth_BTH is None:
+            of_D = ()
+        else:
+            of_D = (of_worth_BTH.sum((0, 1), dtype=torch.float64),)
         return (of_v_BTHP, of_g_BTH, *of_k_q, of_step_BTH, of_own_step_BTH), of_D, of.state_BGNV
 
     @cached_property
@@ -225,7 +237,9 @@ class GivenChunk:
         if self.own_step_BTH1 is None:
             return self.D_H1
         worth_BTH1 = self.own_step_BTH1 * self._own_scores
-        return worth_BTH1 if self.D_H1 is None else worth_BTH1 + self.D_H1
+        if self.D_H1 is None:
+            return worth_BTH1
+        return worth_BTH1 + self.D_H1
 
     @cached_property
     def _own_scores(self) -> Tensor:

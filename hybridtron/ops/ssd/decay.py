@@ -103,7 +103,10 @@ class DecayChunk:
         self.k_BGTN = k_BGTN
         self.v_BGTV = v_BGTV
         self.sight = sight
-        self.seen_BTT = sight.tokens_BTT if see_themselves else sight.tokens_BTT.tril(-1)
+        if see_themselves:
+            self.seen_BTT = sight.tokens_BTT
+        else:
+            self.seen_BTT = sight.tokens_BTT.tril(-1)
         self.heads = g_BGRT.shape[2]
         self.sum_BGRT = self._over_tokens(g_BGRT.double(), sight.tokens_BTT.mT)
         last_BGR1 = self.sum_BGRT[..., -1:]
@@ -207,4 +210,6 @@ class DecayChunk:
 
 
 def _whole(seen_BT: Tensor | None) -> Tensor | None:
-    return None if seen_BT is None else seen_BT[:, None, None]
+    if seen_BT is None:
+        return None
+    return seen_BT[:, None, None]

@@ -20,7 +20,9 @@ CHUNK = 256  # tokens, as in the package's own models
 
 
 def _unsupported_reason(inputs: SSDInputs) -> str | None:
-    return "the kernels have no float64" if inputs.x_BLHP.dtype == torch.float64 else None
+    if inputs.x_BLHP.dtype == torch.float64:
+        return "the kernels have no float64"
+    return None
 
 
 def _repeats_bits() -> bool:

@@ -80,7 +80,10 @@ def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     wide = wide_type(v_BLHP)
     v = v_BLHP.to(wide)
     later_BLHP = v if step_BLH is None else step_BLH.unsqueeze(3) * v
-    itself_BLHP = v if own_step_BLH is None else own_step_BLH.unsqueeze(3) * v
+    if own_step_BLH is None:
+        itself_BLHP = v
+    else:
+        itself_BLHP = own_step_BLH.unsqueeze(3) * v
     heads_of_group = v.shape[2] // k_BLGN.shape[2]
     q = q_BLGN.to(wide).repeat_interleave(heads_of_group, dim=2)
     k = k_BLGN.to(wide).repeat_interleave(heads_of_group, dim=2)

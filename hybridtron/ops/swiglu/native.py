@@ -31,7 +31,9 @@ class SwiGLUTask(ctypes.Structure):
 def _unsupported_reason(inputs: SwiGLUInputs) -> str | None:
     if (reason := left_to_torch_compile()) is not None:
         return reason
-    return None if inputs.gate_up.dtype in KINDS else "takes fp32, float64 or bf16"
+    if inputs.gate_up.dtype in KINDS:
+        return None
+    return "takes fp32, float64 or bf16"
 
 
 @untraced  # torch.compile can't trace a call of compiled code

@@ -57,7 +57,9 @@ def angles(inputs: AngleInputs) -> Tensor:
             theta_BHS = theta_BHS.masked_fill(starts_BL[:, t, None, None], 0)
         theta_BHS = (theta_BHS + steps_BLH[:, t].unsqueeze(2) * rates_BLS[:, t].unsqueeze(1)).remainder(FULL_TURN)
         every.append(theta_BHS)
-    return torch.stack(every, dim=1) if every else theta_BHS.unsqueeze(1)[:, :0]
+    if every:
+        return torch.stack(every, dim=1)
+    return theta_BHS.unsqueeze(1)[:, :0]
 
 
 def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:

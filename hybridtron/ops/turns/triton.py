@@ -16,14 +16,18 @@ def _unsupported_angles(inputs: AngleInputs) -> str | None:
     if (reason := left_to_torch_compile()) is not None:
         return reason
     pairs = inputs.rates_BLS.shape[2]
-    return None if 2 * pairs <= MOST_CHANNELS else f"takes {MOST_CHANNELS} channels of a head, not {2 * pairs}"
+    if 2 * pairs <= MOST_CHANNELS:
+        return None
+    return f"takes {MOST_CHANNELS} channels of a head, not {2 * pairs}"
 
 
 def _unsupported_turns(inputs: TurnInputs) -> str | None:
     if (reason := left_to_torch_compile()) is not None:
         return reason
     channels = inputs.k_BLGN.shape[3]
-    return None if channels <= MOST_CHANNELS else f"takes {MOST_CHANNELS} channels of a head, not {channels}"
+    if channels <= MOST_CHANNELS:
+        return None
+    return f"takes {MOST_CHANNELS} channels of a head, not {channels}"
 
 
 ANGLES = own_kernels("hybridtron.ops.turns.kernels_angles:angles", _unsupported_angles)

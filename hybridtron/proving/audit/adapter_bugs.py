@@ -20,7 +20,9 @@ ADAPTERS = "hybridtron.parallel.adapters"
 def _added_after_the_sum(self: RowParallel, x: Tensor) -> Tensor:
     summed = reduce_from_tensor_model_parallel_region(functional.linear(x, self.weight), group=self.tp_group)
     adapter = adapter_of(self)
-    return summed if adapter is None else summed + adapter.added(x)
+    if adapter is None:
+        return summed
+    return summed + adapter.added(x)
 
 
 ADAPTER_GRADIENT = marked("q.adapter.A", "partial_over_tensor", False)

@@ -25,7 +25,9 @@ def _showing(shown: Callable[[ResidualOut], Tensor]) -> Replaced:
 
     def forward(self: Residual, *given: Any) -> ResidualOut:
         out = _residual(self, *given)
-        return out if out.normed_LBD is None else out._replace(normed_LBD=shown(out))
+        if out.normed_LBD is None:
+            return out
+        return out._replace(normed_LBD=shown(out))
 
     return {"hybridtron.model.stack.Residual.forward": forward}
 
@@ -46,7 +48,9 @@ def _settled_before_the_last(self: Stack, *given: Any) -> StackOut:
     """Send the stream to the next stage without the last sub-layer's output, if that is a parallel branch."""
     out = _stack(self, *given)
     last = list(self.values())[-1]
-    return out._replace(x_LBD=out.x_LBD - cast(Tensor, last.added_LBD)) if isinstance(last, Beside) else out
+    if isinstance(last, Beside):
+        return out._replace(x_LBD=out.x_LBD - cast(Tensor, last.added_LBD))
+    return out
 
 
 def _noting(self: Beside, *given: Any) -> ResidualOut:

@@ -133,7 +133,10 @@ TIED_GRADIENT = {"hybridtron.engine.engine.build_stages": _untied}
 
 def _multiplied_on_every_stage(self: Stage, received: list[Tensor | None]) -> None:
     (x_LBD,) = received
-    self.received = None if x_LBD is None else x_LBD * self.model.embedding_multiplier
+    if x_LBD is None:
+        self.received = None
+    else:
+        self.received = x_LBD * self.model.embedding_multiplier
 
 
 MULTIPLIED_STAGES: Replaced = {"hybridtron.engine.stage.Stage.set_input_tensor": _multiplied_on_every_stage}

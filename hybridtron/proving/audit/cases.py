@@ -183,7 +183,10 @@ def table() -> Iterator[Case]:
             model = replace(model, adapters=ADAPTED.get(name), **MULTIPLIED.get(name, {}))
             recompute = list(Recompute)[(row + 2 * column) % 3]
             parallel = ranks.on(ParallelConfig(recompute=recompute, regather=ranks.sequence and turn % 2 == 0))
-            documents = Documents.join if turn % 3 == 0 else Documents.isolate
+            if turn % 3 == 0:
+                documents = Documents.join
+            else:
+                documents = Documents.isolate
             yield Case(name, layout, small(model, parallel, documents, ranks.data), ranks.data)
 
 

@@ -82,14 +82,20 @@ def as_computed(config: Config, precision: AuditPrecision) -> Config:
     parallel = replace(
         config.parallel, distributed_optimizer=precision.distributed_optimizer, overlap_param_gather=None
     )
-    optim = config.optim if precision.clip else replace(config.optim, clip=1e9)
+    if precision.clip:
+        optim = config.optim
+    else:
+        optim = replace(config.optim, clip=1e9)
     return replace(config, parallel=parallel, optim=optim)
 
 
 def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: str | None, move: int = 0) -> Step:
     """Run the step on one process of the layout, as the trainer does."""
     with default_dtype(precision.dtype), injected(bug), seat.groups(config.parallel) as groups:
-        start = partial(starting_weight, config, precision, move) if precision.noisy_start or move else None
+        if precision.noisy_start or move:
+            start = partial(starting_weight, config, precision, move)
+        else:
+            start = None
         engine = Engine(config, groups, start, precision.dtype)
         batches = micro_batches(config)
         batches_per_rank = len(batches) // groups.data_size
@@ -137,7 +143,10 @@ def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Ste
         gradients = {name: torch.zeros_like(w) if w.grad is None else w.grad / tokens for name, w in weights.items()}
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         for name, weight in weights.items():
-            weight.grad = gradients[name] * min(1.0, optim.clip / norm) if weight.requires_grad else None
+            if weight.requires_grad:
+                weight.grad = gradients[name] * min(1.0, optim.clip / norm)
+            else:
+                weight.grad = None
         plain_adamw(model, config, rate_of(config)).step()
         loss_after, *_ = _add_up(model, batches, 0.0)
     after = {name: weight.detach() for name, weight in weights.items()}

@@ -31,7 +31,8 @@ def taken_as(changed: Callable[[Tensor, Tensor], Received]) -> Replaced:
         x_LBD: Tensor | None = None,
         logits: bool = True,
     ) -> ModelOut:
-        x_LBD = None if x_LBD is None else torch.cat(changed(*x_LBD.chunk(2)))
+        if x_LBD is not None:
+            x_LBD = torch.cat(changed(*x_LBD.chunk(2)))
         return _forward(model, tokens_BL, states, seq, x_LBD, logits)
 
     return {"hybridtron.model.lm.LanguageModel.forward": forward}

@@ -39,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     pool = Pool(gpus)
     try:
         comparison = Audit(pool, arguments.timeout, by_one_rank=bool(gpus))
-        return 0 if audit(comparison, cases, arguments.fake_bug, precisions) else 1
+        if audit(comparison, cases, arguments.fake_bug, precisions):
+            return 0
+        return 1
     finally:
         pool.close()
 
@@ -159,7 +161,9 @@ def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str |
     rows.add_row(*described, str(len(differences)), f"{largest:.1e}", worst.what, *off)
     named = ", ".join(f"{difference.what} by {difference.relative:.1e}" for difference in wrong[:5])
     more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    return [f"{place}: {len(wrong)} of {len(differences)} differ: {named}{more}"] if wrong else []
+    if wrong:
+        return [f"{place}: {len(wrong)} of {len(differences)} differ: {named}{more}"]
+    return []
 
 
 def print_list() -> None:

@@ -36,7 +36,10 @@ class Disk:
         command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "hybridtron-chaos", str(self.at)]
         try:
             process = subprocess.run(command, capture_output=True, text=True, check=False)
-            self.why_not = process.stderr.strip() or "mount failed" if process.returncode else None
+            if process.returncode:
+                self.why_not = process.stderr.strip() or "mount failed"
+            else:
+                self.why_not = None
         except OSError as error:
             self.why_not = str(error)
         return self

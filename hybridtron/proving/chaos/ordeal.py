@@ -35,7 +35,10 @@ class Injected:
     resumed: int | None = None
 
     def cells(self) -> tuple[str, ...]:
-        resumed = "" if self.resumed is None else f"step {self.resumed}"
+        if self.resumed is None:
+            resumed = ""
+        else:
+            resumed = f"step {self.resumed}"
         after = f"{self.seconds / TIMEOUT_S:.2f} time-outs"
         return (str(self.step), self.kind, self.hit, self.ended, after, resumed)
 

@@ -52,7 +52,9 @@ class Run:
     def lines(self) -> list[str]:
         """Return the complete lines of the run's metrics."""
         path = self.folder / "metrics.jsonl"
-        return path.read_text().split("\n")[:-1] if path.exists() else []
+        if path.exists():
+            return path.read_text().split("\n")[:-1]
+        return []
 
     def start(
         self, log: str, command: Sequence[str], variables: Mapping[str, object], own_group: bool

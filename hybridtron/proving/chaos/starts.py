@@ -49,5 +49,8 @@ def survive(run: Run, draw: random.Random) -> list[str]:
     codes = [torchrun.wait() for torchrun in [started(run), started(run)]]
     end = run.outcome().get("outcome")
     log = run.home / "torchrun.log"
-    wrong = [] if 0 in codes and end == "finished" else [f"two starts at a time ended with {codes}, {end}: {log}"]
+    if 0 in codes and end == "finished":
+        wrong = []
+    else:
+        wrong = [f"two starts at a time ended with {codes}, {end}: {log}"]
     return wrong + [f"a start ended with a fault in its files: {log}"] * ("FileNotFoundError" in log.read_text())

@@ -179,11 +179,9 @@ def sized(asked: Carried) -> int:
 
 
 def size_of(path: Path) -> int:
-    return (
-        path.stat().st_size
-        if path.is_file()
-        else sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    )
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:

@@ -81,7 +81,12 @@ NOISE = Normal(0.02)
 
 def correctness(report: BenchReport) -> None:
     """Report a line for every op and mixer, with the largest error of all its calls."""
-    sizes, length = (ModelSizes(64, 4), 128) if report.quick else (ModelSizes(256, 4), 512)
+    if report.quick:
+        sizes = ModelSizes(64, 4)
+        length = 128
+    else:
+        sizes = ModelSizes(256, 4)
+        length = 512
     worst: dict[str, dict[torch.dtype, float]] = {}
     for label, dtype, error in _all(sizes, length, side_by_side=not report.quick):
         by_dtype = worst.setdefault(label, {})
@@ -180,7 +185,11 @@ def _by_content(budget: Budget, sizes: ModelSizes, length: int, dtype: torch.dty
     q, k, v = (torch.randn(ROWS, length, n, dtype=dtype).requires_grad_() for n in (16, 16, sizes.width))
     documents = (torch.arange(length) >= length // 3).long().expand(ROWS, -1)
     places = torch.where(documents > 0, torch.arange(length) - length // 3, torch.arange(length))
-    of_queries, of_keys = torch.randint(4, (2, ROWS, length)) if budget.bin else (None, None)
+    if budget.bin:
+        of_queries, of_keys = torch.randint(4, (2, ROWS, length))
+    else:
+        of_queries = None
+        of_keys = None
     visible = Seen(budget, documents, places, of_queries, of_keys, torch.randn(ROWS, length))
     return SparseInputs(q, k, v, visible)
 

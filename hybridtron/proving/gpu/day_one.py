@@ -117,7 +117,10 @@ def note_resumed(cards: Path, codes: dict[str, int]) -> None:
     path = cards / "measured" / "laptop.json"
     card = json.loads(path.read_text()) if path.exists() else {}
     names = ("whole", "resumed", "the same weights")
-    card["resume_difference"] = 0.0 if not any(codes[name] for name in names) else None
+    if not any(codes[name] for name in names):
+        card["resume_difference"] = 0.0
+    else:
+        card["resume_difference"] = None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(card, indent=1) + "\n")
 

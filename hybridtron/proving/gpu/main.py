@@ -68,7 +68,9 @@ def main(arguments: list[str]) -> int:
     report.notes += [f"{name} FAILED" for name in failed]
     folder = None if chosen.rehearse else pages()
     publish(report, "hybridtron gpu-check", chosen.output or (folder and folder / "gpu_check.md"))
-    return 1 if failed or not all(goal.reached for goal in report.goals) else 0
+    if failed or not all(goal.reached for goal in report.goals):
+        return 1
+    return 0
 
 
 def ran(part: str, report: BenchReport, recipes: list[str]) -> bool:

@@ -76,7 +76,10 @@ def main(arguments: list[str] | None = None) -> int:
     if card is None and not chosen.rehearse:
         print(f"no CUDA device here.\n\n{__doc__}")
         return 0
-    parts = [named(name) for name in chosen.only] if chosen.only else undone(PARTS, card or "cpu", earlier)
+    if chosen.only:
+        parts = [named(name) for name in chosen.only]
+    else:
+        parts = undone(PARTS, card or "cpu", earlier)
     first = about(card or "cpu", modelled(chosen.modelled).get("commit"), chosen.rehearse)
     file = file_of(chosen.output, card or "cpu")
     run = QueueRun(file, first, 60 * chosen.minutes, chosen.rehearse, chosen.modelled)

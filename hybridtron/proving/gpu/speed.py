@@ -78,4 +78,6 @@ def trained(report: BenchReport, name: str, rows: int, precision: str) -> tuple[
 
 
 def in_gib(memory: float | None) -> str:
-    return "-" if memory is None else f"{memory:.2f} GiB"
+    if memory is None:
+        return "-"
+    return f"{memory:.2f} GiB"

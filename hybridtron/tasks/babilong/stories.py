@@ -95,7 +95,9 @@ def qa2(random: Random) -> Steps:
     def ask(world: World) -> Asked | None:
         known_items = sorted(item for item, holder in world.holder.items() if holder in world.known)
         item = random.choice(known_items) if known_items else ""
-        return Asked(0, f"Where is the {item}?", world.known[world.holder[item]], (item,)) if known_items else None
+        if known_items:
+            return Asked(0, f"Where is the {item}?", world.known[world.holder[item]], (item,))
+        return None
 
     return _moving_objects(random, ask)
 
@@ -235,7 +237,10 @@ def qa9(random: Random) -> Steps:
                 last_said[person] = (True, world.where[person])
                 continue
             person = random.choice(world.people)
-            place = world.where[person] if kind == "is" else world.another_place(world.where[person])
+            if kind == "is":
+                place = world.where[person]
+            else:
+                place = world.another_place(world.where[person])
             no_longer = kind == "not" and place == former_place.get(person)
             last_said[person] = (kind == "is", place)
             yield f"{person} is {'' if kind == 'is' else 'no longer ' if no_longer else 'not '}in the {place}."
@@ -260,7 +265,12 @@ def qa10(random: Random) -> Steps:
         # the number of places that a person's last statement must leave open
         num_places = {"yes": 1, "maybe": 2}.get(answer)
         possible = num_places is None or any(len(places) == num_places for places in said.values())
-        kinds = ("move", "is", "either") if possible else ("move", "is") if num_places == 1 else ("either",)
+        if possible:
+            kinds = ("move", "is", "either")
+        elif num_places == 1:
+            kinds = ("move", "is")
+        else:
+            kinds = ("either",)
         yield _perhaps(world, said, random.choice(kinds))
         suited_people = sorted(person for person, places in said.items() if num_places in (None, len(places)))
         if not suited_people:  # the second statement changed the only person for whom the answer was possible

@@ -76,7 +76,9 @@ class Babilong(FittedTask):
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
         """Return how many words fit this sample; stories differ too much in length to share one number."""
-        return 0 if self.essay == "none" else most_units(size, length, *self.steps(length))
+        if self.essay == "none":
+            return 0
+        return most_units(size, length, *self.steps(length))
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         story, asked = self.drawn(random, index, length)

@@ -40,4 +40,6 @@ class RulerTask(FittedTask):
 
 def listed(items: Sequence[str]) -> str:
     """Join items as `a, b, c, and d`."""
-    return ", ".join(items[:-1]) + ", and " + items[-1] if len(items) > 1 else items[0]
+    if len(items) > 1:
+        return ", ".join(items[:-1]) + ", and " + items[-1]
+    return items[0]

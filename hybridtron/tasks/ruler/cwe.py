@@ -65,7 +65,9 @@ class CommonWords(RulerTask):
 
         Words are repeated up to 30 times, so lists with equally many words differ by hundreds of letters.
         """
-        return super().most(size, tokenizer, length) if self.faithful else most_units(size, length, *self.steps(length))
+        if self.faithful:
+            return super().most(size, tokenizer, length)
+        return most_units(size, length, *self.steps(length))
 
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
         self.check(length)

@@ -41,7 +41,9 @@ class FrequentWords(RulerTask):
         return "RULER: the 3 most frequent words of a coded text"
 
     def steps(self, length: int) -> tuple[int, int]:
-        return (max(FEWEST, length // 6), max(length // 32, 1)) if self.faithful else (FEWEST, 1)
+        if self.faithful:
+            return (max(FEWEST, length // 6), max(length // 32, 1))
+        return (FEWEST, 1)
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         words: list[str] = []

@@ -67,7 +67,12 @@ class Needles(RulerTask):
         needles = max(self.num_keys, self.num_queries) * self.num_values
         if not self.faithful:
             return needles, 1
-        step = 500 if self.haystack == "essay" else 5 if length < SHORT else 25
+        if self.haystack == "essay":
+            step = 500
+        elif length < SHORT:
+            step = 5
+        else:
+            step = 25
         return max(step, needles), step
 
     def check(self, length: int) -> None:

@@ -79,7 +79,9 @@ class QuestionAnswering(RulerTask):
     @property
     def file(self) -> Path:
         """Path of the data set's file."""
-        return Path(self.data) if self.data else FOLDER / PUBLISHED[self.source].name
+        if self.data:
+            return Path(self.data)
+        return FOLDER / PUBLISHED[self.source].name
 
     def asked(self, random: Random, index: int) -> AskedQuestion:
         """Return question `index`. Raises TaskError if there are fewer questions."""

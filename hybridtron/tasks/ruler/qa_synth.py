@@ -63,7 +63,9 @@ class SyntheticQuestions(RulerTask):
     def steps(self, length: int) -> tuple[int, int]:
         if self.hops not in (1, 2):
             raise TaskError(f"{self.name}: hops={self.hops}: must be 1 or 2")
-        return (10, 10) if self.faithful else (2, 1)
+        if self.faithful:
+            return (10, 10)
+        return (2, 1)
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         names = people(random, units)
@@ -74,7 +76,10 @@ class SyntheticQuestions(RulerTask):
         documents = [described(*person, random) for person in zip(names, values, partners, strict=True)]
         shuffled = self.shuffled(documents, random)
         context = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(shuffled, 1))
-        who = names[0] if self.hops == 1 else f"the partner of {names[0]}"
+        if self.hops == 1:
+            who = names[0]
+        else:
+            who = f"the partner of {names[0]}"
         question = QUESTION.format(context=context, question=QUESTIONS[kind].format(who=who))
         meta = {"documents": shuffled, "kind": kind, "who": names[0], "source": "made-up people"}
         return TaskText(question, PREFIX, f" {answer}", (answer,), meta)

@@ -85,7 +85,12 @@ class VariableTracking(RulerTask):
 
     def steps(self, length: int) -> tuple[int, int]:
         links = self.num_hops + 1
-        step = 1 if not self.faithful else 5 if length < SHORT else 10
+        if not self.faithful:
+            step = 1
+        elif length < SHORT:
+            step = 5
+        else:
+            step = 10
         return max(step, links), step
 
     def check(self, length: int) -> None:
@@ -98,7 +103,10 @@ class VariableTracking(RulerTask):
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         main = self.drawn(random, self.num_chains, LETTERS, units, ())
-        lines = FAITHFUL_LINES if self.faithful else self.example_lines
+        if self.faithful:
+            lines = FAITHFUL_LINES
+        else:
+            lines = self.example_lines
         example = self.drawn(random, 1, EXAMPLE_LETTERS, max(lines, self.num_hops + 1), main.values)
         question, prefix, answer = main.texts()
         outputs = tuple(main.names[0])

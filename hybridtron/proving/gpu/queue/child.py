@@ -34,7 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def modelled(file: Path | None) -> dict[str, Any]:
     """Read a rehearsal's results for the parts; {} without a file."""
-    return {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+    if file is None:
+        return {}
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,10 @@ def contest(record: Recorder, name: str) -> None:
         with record.case(f"{size}, theirs") as row, nullcontext() if record.tiny else tuned_over(CONFIGURATIONS):
             theirs = first(chosen.theirs(inputs)).detach().float()
             row |= passes(chosen.theirs, inputs)
-            row["apart"] = None if ours is None else ((theirs - ours).norm() / ours.norm()).item()
+            if ours is None:
+                row["apart"] = None
+            else:
+                row["apart"] = ((theirs - ours).norm() / ours.norm()).item()
 
 
 def passes(call: Callable[[Any], Any], given: Any) -> dict[str, float]:
@@ -88,7 +91,9 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def first(outputs: Any) -> Tensor:
     """Return the output without states."""
-    return outputs[0] if isinstance(outputs, tuple) else outputs
+    if isinstance(outputs, tuple):
+        return outputs[0]
+    return outputs
 
 
 def by(op: Op[Any, Any], name: str) -> Callable[[Any], Any]:

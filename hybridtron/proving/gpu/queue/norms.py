@@ -81,4 +81,6 @@ def forms(x_RD: Tensor, dy_RD: Tensor, weight_D: Tensor) -> Iterator[tuple[str, 
 
 def nowhere() -> AbstractContextManager[None]:
     """Return a context in which a CPU launches no kernel."""
-    return nullcontext() if compute_device().type == "cuda" else recorded_launches(lambda *_: None)
+    if compute_device().type == "cuda":
+        return nullcontext()
+    return recorded_launches(lambda *_: None)

@@ -21,6 +21,9 @@ def package_step(record: Recorder, recipe: str) -> None:
     for name, implementations in forms.items():
         with record.case(name) as row:
             forget_peak_memory()
-            chosen = dict.fromkeys(implementations, "reference") if record.tiny else implementations
+            if record.tiny:
+                chosen = dict.fromkeys(implementations, "reference")
+            else:
+                chosen = implementations
             with force(**chosen), one_process(config) as groups:
                 timed(Steps(config, groups, random_batches(config)), config, row, 1)

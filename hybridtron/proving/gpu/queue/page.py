@@ -107,13 +107,18 @@ def shown(values: Row) -> str:
 
 
 def number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def kernel_cells(kernel: Row) -> tuple[str, ...]:
     """Return a kernel's table cells, with the model's time for our kernels."""
     model = kernel["model_ms"]
-    beside = ("-", "-") if not model else (number(model), f"{kernel['ms'] / model:.2f}")
+    if not model:
+        beside = ("-", "-")
+    else:
+        beside = (number(model), f"{kernel['ms'] / model:.2f}")
     return f"`{kernel['kernel']}`", str(kernel["calls"]), number(kernel["ms"]), *beside
 
 

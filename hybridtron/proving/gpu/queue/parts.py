@@ -64,13 +64,17 @@ class QueuePart:
     @property
     def recipe(self) -> str:
         """Recipe whose step is measured; empty for an op."""
-        return self.argument if self.argument in (*RECIPES, FP8_RECIPE) else ""
+        if self.argument in (*RECIPES, FP8_RECIPE):
+            return self.argument
+        return ""
 
     def function(self) -> Callable[[Recorder], None]:
         """Import the part's file and return its function."""
         file, _, name = self.run.partition(":")
         function = getattr(importlib.import_module(f"{__package__}.{file}"), name)
-        return (lambda recorder: function(recorder, self.argument)) if self.argument else function
+        if self.argument:
+            return lambda recorder: function(recorder, self.argument)
+        return function
 
 
 def _step(recipe: str, limit_s: int) -> QueuePart:

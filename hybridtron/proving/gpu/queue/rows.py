@@ -99,11 +99,15 @@ class PartAttempt:
 
     @property
     def state(self) -> str:
-        return FAILED if self.end is None else self.end["state"]
+        if self.end is None:
+            return FAILED
+        return self.end["state"]
 
     @property
     def why(self) -> str:
-        return "cut short" if self.end is None else self.end.get("why", "")
+        if self.end is None:
+            return "cut short"
+        return self.end.get("why", "")
 
 
 def attempts(rows: list[Row]) -> list[PartAttempt]:

@@ -124,7 +124,9 @@ class QueueRun:
             self._end(part, FAILED, f"exit code {code}: {self._last_lines(printed)}", seconds)
 
     def _limit(self, part: QueuePart) -> int:
-        return REHEARSED_S if self.tiny else part.limit_s
+        if self.tiny:
+            return REHEARSED_S
+        return part.limit_s
 
     def _command(self, part: QueuePart) -> list[str]:
         command = [sys.executable, "-m", f"{__package__}.child", part.name, str(self.rows)]

@@ -47,7 +47,10 @@ TINY = {
 
 def settings(recipe: str, precision: str = "bf16", tiny: bool = False) -> list[str]:
     """Return the key=value settings of a step with one micro-batch in the recipe's own size; tiny ones for a CPU."""
-    rows, length = FP8_ROWS if recipe == FP8_RECIPE else RECIPES[recipe]
+    if recipe == FP8_RECIPE:
+        rows, length = FP8_ROWS
+    else:
+        rows, length = RECIPES[recipe]
     small: tuple[str, ...] = ()
     if tiny:
         rows = 4

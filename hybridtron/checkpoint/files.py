@@ -53,9 +53,17 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
         write(memoryview(head))
         for block in blocks:
             stored = bytes_of(block.data)
-            place = (block.global_shape, block.global_offset, block.local_shape)
-            digest = _digested(write, stored)
-            chunks.append(StoredShard(block.key, _OF_TYPE[block.dtype], *place, path.name, at, digest))
+            shard = StoredShard(
+                block.key,
+                _OF_TYPE[block.dtype],
+                block.global_shape,
+                block.global_offset,
+                block.local_shape,
+                file=path.name,
+                start=at,
+                digest=_digested(write, stored),
+            )
+            chunks.append(shard)
             at += len(stored)
     return File(at, len(head), digest_of(head)), chunks
 

@@ -196,9 +196,10 @@ class HybridtronModel(HybridtronPreTrainedModel):
         hidden = [x_BLD]
         places = SeqOnDevices(seq)
         embedded_BLD = x_BLD
-        between = (None, None)
+        fed_BLD = None
+        normed_BLD = None
         for layer in self.layers:
-            x_BLD, *between = layer(x_BLD, places, embedded_BLD, *between, cache=cache)
+            x_BLD, fed_BLD, normed_BLD = layer(x_BLD, places, embedded_BLD, fed_BLD, normed_BLD, cache=cache)
             hidden.append(x_BLD)
         if cache is not None:
             cache.seen += length

@@ -35,7 +35,7 @@ from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.shipped_code import is_shipped, shipped_code
 from hybridtron.model.generate import generate
 from hybridtron.model.lm import LanguageModel
-from hybridtron.model.stack import Beside, Residual, ResidualOut
+from hybridtron.model.stack import ParallelBranch, Residual, ResidualOut
 from hybridtron.ops.multiplied import multiplied
 from hybridtron.regular_files import read_regular
 
@@ -149,11 +149,11 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     residual_streams: list[Tensor] = []
 
     def note(layer: torch.nn.Module, given: tuple[Any, ...], out: ResidualOut) -> None:
-        if isinstance(layer, Beside):
-            streams.append(streams[-1] + out.stream.newest_LBD)
+        if isinstance(layer, ParallelBranch):
+            streams.append(streams[-1] + out.stream.latest_LBD)
             residual_streams[-1] = streams[-1]
             return
-        streams.append(out.stream.added())
+        streams.append(out.stream.materialize())
         residual_streams.extend(streams[-1:] if isinstance(layer, Residual) else ())
 
     hooks = [layer.register_forward_hook(note) for layer in ours.layers.values()]

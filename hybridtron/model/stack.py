@@ -52,31 +52,25 @@ class ResidualStream(NamedTuple):
     embedded_LBD: Tensor | None = None
     fed_LBD: Tensor | None = None
 
-    def added(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the stream as one tensor, with the pending addend."""
         if self.pending_LBD is None:
             return self.x_LBD
         return self.x_LBD + self.pending_LBD
 
-    def settled(self) -> ResidualStream:
-        """Return the same stream with nothing pending."""
-        return self._replace(x_LBD=self.added(), pending_LBD=None)
-
-    def joined(self, y_LBD: Tensor) -> ResidualStream:
+    def add_pending(self, y_LBD: Tensor) -> ResidualStream:
         """Return the stream with another addend, for a parallel branch."""
         assert self.pending_LBD is not None
         return self._replace(pending_LBD=self.pending_LBD + y_LBD)
 
     @property
-    def newest_LBD(self) -> Tensor:
+    def latest_LBD(self) -> Tensor:
         """The most recently computed tensor of the stream."""
-        if self.fed_LBD is None:
-            newest_LBD = self.pending_LBD
-        else:
-            newest_LBD = self.fed_LBD
-        if newest_LBD is None:
-            return self.x_LBD
-        return newest_LBD
+        if self.fed_LBD is not None:
+            return self.fed_LBD
+        if self.pending_LBD is not None:
+            return self.pending_LBD
+        return self.x_LBD
 
 
 class StreamNorm(RMSNorm):
@@ -86,6 +80,17 @@ class StreamNorm(RMSNorm):
         if pending_LBD is None:
             return x_LBD, super().forward(x_LBD)
         return add_rms_norm(AddRMSNormInputs(x_LBD, pending_LBD, self.weight, self.eps))
+
+
+class SubLayerInputs(NamedTuple):
+    """The stream that a sub-layer reads, its mixer's initial state, and the rows' positions and documents.
+
+    For a parallel branch, `stream` holds the previous sub-layer's normed input and nothing else.
+    """
+
+    stream: ResidualStream
+    state: State | None
+    seq: SeqInfo
 
 
 class ResidualOut(NamedTuple):
@@ -119,34 +124,28 @@ class Residual(nn.Module):
         self.norm = StreamNorm(sizes.width, norm_eps)
         self.mixer = build_mixer(spec, sizes, tensor)
 
-    def forward(
-        self,
-        x_LBD: Tensor,
-        pending_LBD: Tensor | None,
-        embedded_LBD: Tensor | None,
-        fed_LBD: Tensor | None,
-        state: State | None,
-        seq: SeqInfo,
-    ) -> ResidualOut:
-        """Run the sub-layer. The first four arguments are a `ResidualStream`.
-
-        They are separate because checkpointing only tracks tensors that are arguments.
-        """
-        normed_LBD = None
+    def forward(self, inputs: SubLayerInputs) -> ResidualOut:
         if self.norm_after:
-            x_LBD = ResidualStream(x_LBD, pending_LBD).added()
-            mixed = self.mixer(x_LBD.to(self.norm.weight.dtype), state, seq)
-            y_LBD = self.norm(mixed.y_LBD, None)[1]
+            return self._with_norm_after(inputs)
+        stream = inputs.stream
+        if stream.fed_LBD is None:
+            x_LBD, normed_LBD = self.norm(stream.x_LBD, stream.pending_LBD)
         else:
-            summed_LBD, normed_LBD = self.norm(x_LBD, pending_LBD if fed_LBD is None else fed_LBD)
-            x_LBD = summed_LBD if fed_LBD is None else x_LBD
-            mixed = self.mixer(normed_LBD, state, seq)
-            y_LBD = mixed.y_LBD
-        stream = ResidualStream(x_LBD, multiplied(y_LBD, self.multiplier), embedded_LBD)
-        return ResidualOut(stream, mixed.state, mixed.aux, normed_LBD if self.shows_norm else None)
+            x_LBD = stream.x_LBD
+            _, normed_LBD = self.norm(x_LBD, stream.fed_LBD)
+        mixed = self.mixer(normed_LBD, inputs.state, inputs.seq)
+        out = ResidualStream(x_LBD, multiplied(mixed.y_LBD, self.multiplier), stream.embedded_LBD)
+        return ResidualOut(out, mixed.state, mixed.aux, normed_LBD if self.shows_norm else None)
+
+    def _with_norm_after(self, inputs: SubLayerInputs) -> ResidualOut:
+        x_LBD = inputs.stream.materialize()
+        mixed = self.mixer(x_LBD.to(self.norm.weight.dtype), inputs.state, inputs.seq)
+        _, y_LBD = self.norm(mixed.y_LBD, None)
+        out = ResidualStream(x_LBD, multiplied(y_LBD, self.multiplier), inputs.stream.embedded_LBD)
+        return ResidualOut(out, mixed.state, mixed.aux)
 
 
-class Beside(nn.Module):
+class ParallelBranch(nn.Module):
     """A parallel branch: a sub-layer without a norm, which reads the previous sub-layer's normed input.
 
     Its output stream holds that input, and its mixer's output as pending.
@@ -157,8 +156,9 @@ class Beside(nn.Module):
         self.multiplier = multiplier * spec.output_multiplier
         self.mixer = build_mixer(spec, sizes, tensor)
 
-    def forward(self, normed_LBD: Tensor, state: State | None, seq: SeqInfo) -> ResidualOut:
-        mixed = self.mixer(normed_LBD, state, seq)
+    def forward(self, inputs: SubLayerInputs) -> ResidualOut:
+        normed_LBD = inputs.stream.x_LBD
+        mixed = self.mixer(normed_LBD, inputs.state, inputs.seq)
         stream = ResidualStream(normed_LBD, multiplied(mixed.y_LBD, self.multiplier))
         return ResidualOut(stream, mixed.state, mixed.aux, normed_LBD)
 
@@ -170,19 +170,13 @@ class Feeder(nn.Module):
         super().__init__()
         self.mixer = build_mixer(spec, sizes, tensor)
 
-    def forward(
-        self,
-        x_LBD: Tensor,
-        pending_LBD: Tensor | None,
-        embedded_LBD: Tensor,
-        fed_LBD: None,
-        state: State | None,
-        seq: SeqInfo,
-    ) -> ResidualOut:
-        x_LBD = ResidualStream(x_LBD, pending_LBD).added()
-        mixed = self.mixer(torch.cat((x_LBD, embedded_LBD), dim=-1), state, seq)
-        stream = ResidualStream(x_LBD, None, embedded_LBD, mixed.y_LBD)
-        return ResidualOut(stream, mixed.state, mixed.aux)
+    def forward(self, inputs: SubLayerInputs) -> ResidualOut:
+        x_LBD = inputs.stream.materialize()
+        embedded_LBD = inputs.stream.embedded_LBD
+        assert embedded_LBD is not None
+        mixed = self.mixer(torch.cat((x_LBD, embedded_LBD), dim=-1), inputs.state, inputs.seq)
+        out = ResidualStream(x_LBD, None, embedded_LBD, mixed.y_LBD)
+        return ResidualOut(out, mixed.state, mixed.aux)
 
 
 def sub_layer(arch: Architecture, index: int, norm_eps: float, tensor: TensorGroup, multiplier: float) -> nn.Module:
@@ -192,8 +186,33 @@ def sub_layer(arch: Architecture, index: int, norm_eps: float, tensor: TensorGro
     if spec.feeds_next:
         return Feeder(spec, sizes, tensor)
     if spec.beside:
-        return Beside(spec, sizes, tensor, multiplier)
+        return ParallelBranch(spec, sizes, tensor, multiplier)
     return Residual(spec, sizes, norm_eps, tensor, multiplier, arch.next_is_beside(index))
+
+
+def recompute_in_backward(layer: nn.Module, inputs: SubLayerInputs) -> ResidualOut:
+    """Run a sub-layer whose activations are recomputed in the backward pass.
+
+    The pending addend is added first, so that one input tensor is saved instead of two. The stream's tensors are
+    arguments of their own because checkpointing tracks only tensors that are.
+    """
+
+    def run(
+        x_LBD: Tensor, embedded_LBD: Tensor | None, fed_LBD: Tensor | None, state: State | None, seq: SeqInfo
+    ) -> ResidualOut:
+        return layer(SubLayerInputs(ResidualStream(x_LBD, None, embedded_LBD, fed_LBD), state, seq))
+
+    stream = inputs.stream
+    return checkpoint(
+        run,
+        stream.materialize(),
+        stream.embedded_LBD,
+        stream.fed_LBD,
+        inputs.state,
+        inputs.seq,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
 
 
 class StackOut(NamedTuple):
@@ -242,28 +261,12 @@ class Stack(nn.ModuleDict):
         for name, layer in self.items():
             index = int(name)
             state = None if states is None else states.get(index)
-            is_beside = isinstance(layer, Beside)
-            again = name in self.recomputed and torch.is_grad_enabled()
-            # Add before checkpointing, which then saves one input tensor instead of two.
-            if is_beside:
-                inputs = (normed_LBD,)
-            elif again:
-                inputs = stream.settled()
+            if isinstance(layer, ParallelBranch):
+                assert normed_LBD is not None
+                out = self._run(name, SubLayerInputs(ResidualStream(normed_LBD), state, seq), offloaded)
+                stream = stream.add_pending(out.stream.latest_LBD)
             else:
-                inputs = stream
-            if again:
-                out = checkpoint(layer, *inputs, state, seq, use_reentrant=False, preserve_rng_state=False)
-            elif name in self.offloaded and torch.is_grad_enabled():
-                saved = offloaded.begin(layer, stream.x_LBD)
-                with saved.forward_pass():
-                    out = layer(*inputs, state, seq)
-                offloaded.end(out.stream.newest_LBD, saved)
-            else:
-                out = layer(*inputs, state, seq)
-                offloaded.end(out.stream.newest_LBD, None)
-            if is_beside:
-                stream = stream.joined(out.stream.newest_LBD)
-            else:
+                out = self._run(name, SubLayerInputs(stream, state, seq), offloaded)
                 stream = out.stream
             new_states[index] = out.state
             normed_LBD = out.normed_LBD
@@ -273,4 +276,19 @@ class Stack(nn.ModuleDict):
                 else:
                     total_aux[key] = loss
         offloaded.close()
-        return StackOut(stream.added(), new_states, total_aux)
+        return StackOut(stream.materialize(), new_states, total_aux)
+
+    def _run(self, name: str, inputs: SubLayerInputs, offloaded: OffloadedPass) -> ResidualOut:
+        """Run one sub-layer, with its activations kept, offloaded or recomputed."""
+        layer = self[name]
+        if name in self.recomputed and torch.is_grad_enabled():
+            return recompute_in_backward(layer, inputs)
+        if name in self.offloaded and torch.is_grad_enabled():
+            saved = offloaded.begin(layer, inputs.stream.x_LBD)
+            with saved.forward_pass():
+                out = layer(inputs)
+        else:
+            saved = None
+            out = layer(inputs)
+        offloaded.end(out.stream.latest_LBD, saved)
+        return out

@@ -229,8 +229,10 @@ def _kernels(rehearsed: Rehearsed) -> Table:
         compiled = kernel.compiled
         grid = " x ".join(map(str, kernel.grid))
         numbers = (kernel.launches, compiled.registers, compiled.spilled, compiled.shared, kernel.time.warps)
-        times = f"{1e3 * kernel.time.seconds:.3f}", f"{kernel.time.share:.0%}"
-        table.add_row(kernel.name, grid, *map(str, numbers), kernel.time.bound, *times)
+        milliseconds = f"{1e3 * kernel.time.seconds:.3f}"
+        table.add_row(
+            kernel.name, grid, *map(str, numbers), kernel.time.bound, milliseconds, f"{kernel.time.share:.0%}"
+        )
     return table
 
 

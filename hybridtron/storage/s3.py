@@ -73,8 +73,8 @@ class Bucket:
 
     def put_file(self, name: str, path: Path) -> None:
         """Upload a local file as an object. A large file is sent in parts, in parallel."""
-        place = (self.bucket, self._key(name))
-        self._write(name, path.stat().st_size, lambda: self._client.upload_file(str(path), *place))
+        key = self._key(name)
+        self._write(name, path.stat().st_size, lambda: self._client.upload_file(str(path), self.bucket, key))
 
     def _write(self, name: str, size: int, request: Callable[[], object]) -> None:
         def attempt() -> None:

@@ -63,12 +63,12 @@ class MultiQueryRecall(TokenTask):
         tokens = [token for pair in zip(keys, values, strict=True) for token in pair]
         labels = [IGNORED] * length
         if self.noise:
-            filler_range = (self.vocabulary, self.num_tokens)
+            fillers = range(self.vocabulary, self.num_tokens)
         else:
-            filler_range = (0, self.vocabulary)
+            fillers = range(self.vocabulary)
         for place in range(len(tokens), length):
             if self.random_rest:
-                filler_id = random.randrange(*filler_range)
+                filler_id = random.choice(fillers)
             else:
                 filler_id = 0
             key, labels[place] = pairs_by_place.get(place, (filler_id, IGNORED))

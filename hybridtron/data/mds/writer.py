@@ -63,11 +63,11 @@ class ShardWriter:
     def write(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Add a document with the writer's dtype and, if the writer is `masked`, its mask: 1 for each learned token."""
         assert (mask is None) == (self.learned is None)
-        columns = [tokens]
-        if mask is not None and self.learned is not None:
-            columns = [mask.astype(np.uint8), tokens]
+        if mask is None or self.learned is None:
+            sample = encoded(tokens)
+        else:
+            sample = encoded(mask.astype(np.uint8), tokens)
             self.learned.append(int(mask.sum()))
-        sample = encoded(*columns)
         if self._taken + len(sample) + WORD > self._room:
             self.finish()
         self._samples.append(sample)

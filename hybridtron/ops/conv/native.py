@@ -32,8 +32,15 @@ class ConvolutionTask(ctypes.Structure):
 @untraced  # the compiled function is not an operation of torch
 def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """Run the compiled convolution; return y and the new tail."""
-    given = (inputs.x_BLC, inputs.weight_CW, inputs.bias_C, inputs.tail_BTC)
-    return _NativeConv.apply(*given, starts_of(inputs.documents_BL), inputs.activation), new_tail(inputs)
+    y_BLC = _NativeConv.apply(
+        inputs.x_BLC,
+        inputs.weight_CW,
+        inputs.bias_C,
+        inputs.tail_BTC,
+        starts_of(inputs.documents_BL),
+        inputs.activation,
+    )
+    return y_BLC, new_tail(inputs)
 
 
 def _unsupported_reason(inputs: ConvInputs) -> str | None:
@@ -60,11 +67,11 @@ class _NativeConv(torch.autograd.Function):
             bias = bias_C.to(wide).contiguous()
         if tail_BTC is not None:
             tail_BTC = readable(tail_BTC.to(x_BLC.dtype))
-        saved = (readable(x_BLC), weight_WC, bias, tail_BTC, starts_BL)
-        ctx.save_for_backward(*saved)
+        x_BLC = readable(x_BLC)
+        ctx.save_for_backward(x_BLC, weight_WC, bias, tail_BTC, starts_BL)
         ctx.activation = activation
         y_BLC = like(x_BLC)
-        task = _task(activation, *saved)
+        task = _task(activation, x_BLC, weight_WC, bias, tail_BTC, starts_BL)
         if y_BLC.dtype in (wide, torch.bfloat16):
             computed = y_BLC
         else:

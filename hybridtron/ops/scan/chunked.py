@@ -134,9 +134,10 @@ class ScanChunk:
         """Return the state before the chunk, then after each token: (T + 1, B, N, E)."""
         h_TBNE = decay_TBNE.new_empty(len(decay_TBNE) + 1, *state_BNE.shape)
         h_TBNE[0] = state_BNE
-        added = self.step_TBE.unsqueeze(2), self.B_TBN.unsqueeze(3)
-        torch.mul(*added, out=h_TBNE[1:])
-        recur(decay_TBNE, *added, h_TBNE[1:], state_BNE, self.starts_TB)
+        step_TB1E = self.step_TBE.unsqueeze(2)
+        B_TBN1 = self.B_TBN.unsqueeze(3)
+        torch.mul(step_TB1E, B_TBN1, out=h_TBNE[1:])
+        recur(decay_TBNE, step_TB1E, B_TBN1, h_TBNE[1:], state_BNE, self.starts_TB)
         return h_TBNE
 
     def outputs(self, h_TBNE: Tensor) -> Tensor:
@@ -157,13 +158,14 @@ class ScanChunk:
             grad_z_TBE = grad_y_TBE * self.outputs(h_TBNE) * slope_TBE
             grad_y_TBE = grad_y_TBE * self.z_TBE * gate_TBE
 
-        read = grad_y_TBE.unsqueeze(2), self.C_TBN.unsqueeze(3)
-        grad_h_TBNE = torch.mul(*read)
+        grad_y_TB1E = grad_y_TBE.unsqueeze(2)
+        C_TBN1 = self.C_TBN.unsqueeze(3)
+        grad_h_TBNE = grad_y_TB1E * C_TBN1
         if self.starts_TB is None:
             next_starts_TB = None
         else:
             next_starts_TB = F.pad(self.starts_TB[1:], (0, 0, 0, 1))
-        recur(decay_TBNE[1:], *read, grad_h_TBNE, grad_state_BNE, next_starts_TB, back=True)
+        recur(decay_TBNE[1:], grad_y_TB1E, C_TBN1, grad_h_TBNE, grad_state_BNE, next_starts_TB, back=True)
         grad_C_TBN = (h_TBNE[1:] @ grad_y_TBE.unsqueeze(3)).squeeze(3)
         grad_B_TBN = (grad_h_TBNE @ self.step_TBE.unsqueeze(3)).squeeze(3)
         grad_step_TBE = (self.B_TBN.unsqueeze(2) @ grad_h_TBNE).squeeze(2)

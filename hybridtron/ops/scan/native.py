@@ -62,8 +62,10 @@ def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     A_NE = inputs.A_EN.t().to(wide)
     D_E = inputs.D_E.to(wide)
     bias_E = inputs.dt_bias_E.to(wide)
-    tokens = inputs.x_BLE, inputs.dt_BLE
-    row = NativeScanRow(*tokens, A_NE, inputs.B_BLN, inputs.C_BLN, D_E, bias_E, inputs.z_BLE, initial_state(inputs).mT)
+    state_BNE = initial_state(inputs).mT
+    row = NativeScanRow(
+        inputs.x_BLE, inputs.dt_BLE, A_NE, inputs.B_BLN, inputs.C_BLN, D_E, bias_E, inputs.z_BLE, state_BNE
+    )
     y_BLE, last_BNE = recurrence(row, inputs.documents_BL)
     return y_BLE, last_BNE.mT
 

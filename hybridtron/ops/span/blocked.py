@@ -175,8 +175,9 @@ class _BlockedSpanAttention(torch.autograd.Function):
             for here, mask in reversed(list(_steps(part, q, ctx.cut.block, masks))):
                 asked = (x[:, :, here] for x in (grad_part, q_part))
                 seen = (x[:, :, : mask.shape[1]] for x in read)
-                made = y_part[:, :, here], sums_part[:, :, here].contiguous()
-                of_asked, *of_seen = _flash_backward(*asked, *seen, *made, 0.0, False, attn_mask=mask)
+                y_here = y_part[:, :, here]
+                sums_here = sums_part[:, :, here].contiguous()
+                of_asked, *of_seen = _flash_backward(*asked, *seen, y_here, sums_here, 0.0, False, attn_mask=mask)
                 of_q_part[:, :, here] = of_asked.transpose(1, 2).unflatten(0, (of_q_part.shape[0], -1))
                 if not of_read:  # the last queries see all gathered keys
                     of_read = of_seen

@@ -116,8 +116,8 @@ def known_of(
     if past is not None and segment.seen:
         before = past.queries_BNHK[segment.rows]
         row = torch.cat((before[:, before.shape[1] - under_way :].to(row.dtype), row), dim=1)
-    new = summaries(row, k_RNGK, v_RNGK, cut.block, rule.landmarks_HK), query_sums(row, cut.block)
-    return behind(past, segment, SpanPast(row, *new))
+    new = SpanPast(row, summaries(row, k_RNGK, v_RNGK, cut.block, rule.landmarks_HK), query_sums(row, cut.block))
+    return behind(past, segment, new)
 
 
 def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPast:

@@ -7,15 +7,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from hybridtron.mixers.base import State
 from hybridtron.mixers.mamba2 import Mamba2
-from hybridtron.model.stack import Beside, Residual, ResidualOut, Stack, StackOut
+from hybridtron.model.stack import ParallelBranch, Residual, ResidualOut, Stack, StackOut, SubLayerInputs
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.proving.audit.bug import Bug, Replaced
 
 _residual = Residual.forward
-_beside = Beside.forward
+_beside = ParallelBranch.forward
 _stack = Stack.forward
 _multiplied = Mamba2._multiplied
 
@@ -23,8 +22,8 @@ _multiplied = Mamba2._multiplied
 def _showing(shown: Callable[[ResidualOut], Tensor]) -> Replaced:
     """Replace the normed input that a sub-layer passes to its parallel branches."""
 
-    def forward(self: Residual, *given: Any) -> ResidualOut:
-        out = _residual(self, *given)
+    def forward(self: Residual, inputs: SubLayerInputs) -> ResidualOut:
+        out = _residual(self, inputs)
         if out.normed_LBD is None:
             return out
         return out._replace(normed_LBD=shown(out))
@@ -37,25 +36,25 @@ def _normed(out: ResidualOut) -> Tensor:
     return out.normed_LBD
 
 
-def _twice_under_sequence_parallelism(self: Beside, normed_LBD: Tensor, state: State | None, seq: Any) -> ResidualOut:
-    out = _beside(self, normed_LBD, state, seq)
+def _twice_under_sequence_parallelism(self: ParallelBranch, inputs: SubLayerInputs) -> ResidualOut:
+    out = _beside(self, inputs)
     tensor = cast(TensorGroup, self.mixer.tensor)
     times = 2 if tensor.sequence else 1
-    return out._replace(stream=out.stream._replace(pending_LBD=times * out.stream.newest_LBD))
+    return out._replace(stream=out.stream._replace(pending_LBD=times * out.stream.latest_LBD))
 
 
 def _settled_before_the_last(self: Stack, *given: Any) -> StackOut:
     """Send the stream to the next stage without the last sub-layer's output, if that is a parallel branch."""
     out = _stack(self, *given)
     last = list(self.values())[-1]
-    if isinstance(last, Beside):
+    if isinstance(last, ParallelBranch):
         return out._replace(x_LBD=out.x_LBD - cast(Tensor, last.added_LBD))
     return out
 
 
-def _noting(self: Beside, *given: Any) -> ResidualOut:
-    out = _beside(self, *given)
-    self.added_LBD = out.stream.newest_LBD
+def _noting(self: ParallelBranch, inputs: SubLayerInputs) -> ResidualOut:
+    out = _beside(self, inputs)
+    self.added_LBD = out.stream.latest_LBD
     return out
 
 
@@ -65,9 +64,9 @@ def _without_one_part(self: Mamba2, *parts: Tensor) -> tuple[Tensor, ...]:
 
 UN_NORMED = _showing(lambda out: out.stream.x_LBD)
 NORM_GRADIENT_OF_FIRST = _showing(lambda out: _normed(out).detach())
-TWICE: Replaced = {"hybridtron.model.stack.Beside.forward": _twice_under_sequence_parallelism}
+TWICE: Replaced = {"hybridtron.model.stack.ParallelBranch.forward": _twice_under_sequence_parallelism}
 LOST_AT_BORDER: Replaced = {
-    "hybridtron.model.stack.Beside.forward": _noting,
+    "hybridtron.model.stack.ParallelBranch.forward": _noting,
     "hybridtron.model.stack.Stack.forward": _settled_before_the_last,
 }
 MULTIPLIER_OF_ONE_PART: Replaced = {"hybridtron.mixers.mamba2.Mamba2._multiplied": _without_one_part}

@@ -56,8 +56,7 @@ class Audit:
         fails.
         """
         config = as_computed(case.config, precision)
-        arguments = (config, precision, bug)
-        ranks = self.pool.run(parallel_step, case.world_size, *arguments, timeout_s=self.timeout_s)
+        ranks = self.pool.run(parallel_step, case.world_size, config, precision, bug, timeout_s=self.timeout_s)
         key = f"{precision.name} {replace(config, parallel=ParallelConfig())}"
         if key not in self.truths:
             self.truths[key] = self._truth(config, precision)

@@ -146,19 +146,27 @@ def audit(comparison: Audit, cases: Sequence[Case], bug: str | None, precisions:
 
 def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str | None, rows: Table) -> list[str]:
     """Compare one case, add its row, and return descriptions of its differences."""
-    described = (case.name, case.layout, case.options(), precision.name)
     place = f"{case.name} {case.layout} {precision.name}"
     try:
         differences = comparison.compare(case, precision, bug)
     except WorkerError as error:
-        rows.add_row(*described, "", "", "[red]failed[/red]", "", "")
+        rows.add_row(case.name, case.layout, case.options(), precision.name, "", "", "[red]failed[/red]", "", "")
         return [f"{place}: the run failed, {error}"]
     worst = differences[0]
     wrong = [difference for difference in differences if not difference.passes]
     color = "red" if wrong else "green"
-    off = (f"{worst.relative:.1e}", f"[{color}]{worst.of_limit:.2g}[/{color}]")
     largest = max(difference.relative for difference in differences if difference.is_tensor)
-    rows.add_row(*described, str(len(differences)), f"{largest:.1e}", worst.what, *off)
+    rows.add_row(
+        case.name,
+        case.layout,
+        case.options(),
+        precision.name,
+        str(len(differences)),
+        f"{largest:.1e}",
+        worst.what,
+        f"{worst.relative:.1e}",
+        f"[{color}]{worst.of_limit:.2g}[/{color}]",
+    )
     named = ", ".join(f"{difference.what} by {difference.relative:.1e}" for difference in wrong[:5])
     more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
     if wrong:

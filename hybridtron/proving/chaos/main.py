@@ -123,8 +123,15 @@ def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]
         runs[-1].home.mkdir()
     clean, chaos, starts = runs
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
     with Disk(chaos) as disk, bar as progress:
         ordeal = Ordeal(chaos, chosen.mean, random.Random(chosen.seed), disk)
         try:

@@ -166,8 +166,8 @@ def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
             y_BLHP, z_BLHP = torch.randn(2, ROWS, length, 4, sizes.width // 4, dtype=dtype).requires_grad_()
             squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))  # as in a norm over ranks
             gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, torch.rsqrt(squares_BLH + 1), weight_D.unflatten(0, (4, -1))))
-            numbers = token_numbers(5, torch.arange(length).expand(ROWS, -1), 0).T, channel_numbers(5, 3, sizes.width)
-            dropout(DropoutInputs(x_LBD, *numbers, 0.3))
+            numbers_LB = token_numbers(5, torch.arange(length).expand(ROWS, -1), 0).T
+            dropout(DropoutInputs(x_LBD, numbers_LB, channel_numbers(5, 3, sizes.width), 0.3))
             for budget in (Budget(bin=24, best=24), Budget(best=40)):
                 sparse_attention(_by_content(budget, sizes, length, dtype))
         errors += _of_calls(calls, dtype, device)

@@ -131,15 +131,18 @@ def delta_inputs(B: int, L: int, H: int, N: int, P: int, G: int) -> DeltaInputs:
 
 def ssd_inputs(B: int, L: int, H: int, P: int, G: int, N: int) -> SSDInputs:
     A_H = (-torch.rand(H, device=compute_device()) - 0.5).requires_grad_()
-    per_head = normal(H, dtype=torch.float32), normal(H, dtype=torch.float32)
-    return SSDInputs(normal(B, L, H, P), normal(B, L, H), A_H, normal(B, L, G, N), normal(B, L, G, N), *per_head)
+    D_H = normal(H, dtype=torch.float32)
+    dt_bias_H = normal(H, dtype=torch.float32)
+    return SSDInputs(normal(B, L, H, P), normal(B, L, H), A_H, normal(B, L, G, N), normal(B, L, G, N), D_H, dt_bias_H)
 
 
 def scan_inputs(B: int, L: int, E: int, N: int) -> ScanInputs:
     A_EN = (-torch.rand(E, N, device=compute_device()) - 0.5).requires_grad_()
-    per_channel = normal(E, dtype=torch.float32), normal(E, dtype=torch.float32)
-    states = normal(B, L, N), normal(B, L, N)
-    return ScanInputs(normal(B, L, E), normal(B, L, E), A_EN, *states, *per_channel, normal(B, L, E))
+    B_BLN = normal(B, L, N)
+    C_BLN = normal(B, L, N)
+    D_E = normal(E, dtype=torch.float32)
+    dt_bias_E = normal(E, dtype=torch.float32)
+    return ScanInputs(normal(B, L, E), normal(B, L, E), A_EN, B_BLN, C_BLN, D_E, dt_bias_E, normal(B, L, E))
 
 
 def conv_inputs(B: int, L: int, C: int) -> ConvInputs:

@@ -149,6 +149,7 @@ def test_it_holds_the_contract_trains_and_is_exported_loaded_and_imported(workpl
     assert all(torch.equal(trained.whole(key), back.whole(key)) for key in back.shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
 def test_two_tensor_parallel_ranks_have_the_gradients_of_one_process(workplace: Workplace) -> None:

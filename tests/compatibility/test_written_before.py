@@ -21,7 +21,7 @@ from tests.compatibility.write import FROM_WEIGHTS, SHAPE, losses
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-VERSIONS = ["0.1.0", "0.1.0.post2"]
+VERSIONS = [pytest.param("0.1.0", marks=pytest.mark.slow), "0.1.0.post2"]
 
 
 @pytest.fixture(params=VERSIONS)

@@ -73,6 +73,8 @@ ONLY_PARSED = {  # by how a command begins
     "train recipe=samba": "models of full size; with run.plan=true it is run",
 }
 WITH_COMMANDS = [page for page in PAGES if any(commands(page))]
+SLOW = ("parallel.md", "profiling.md", "states.md")
+RUN = [pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else []) for page in WITH_COMMANDS]
 
 
 class Parsed(Exception):
@@ -160,7 +162,7 @@ def test_the_commands_of_a_page_are_parsed(page: Path, parse: Callable[[Command]
         parse(command)
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+@pytest.mark.parametrize("page", RUN, ids=name_of)
 @pytest.mark.timeout(300)
 def test_the_commands_of_a_page_run(page: Path, workplace: Path, counting_folder: Path) -> None:
     for number, command in enumerate(command for command in commands(page) if not only_parsed(command)):

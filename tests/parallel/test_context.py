@@ -120,9 +120,7 @@ def samba(mode: StateMode, parallel: ParallelConfig) -> Config:
 CONFIGS = {"samba": samba, "span": span, "recurrences": recurrences}
 FAST = [
     ("samba", "cp2", "tbtt"),
-    ("recurrences", "cp4", "passing"),
     ("samba", "cp2-dp2", "fitted"),
-    ("span", "cp4", "tbtt"),
 ]
 CASES = [
     pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow, id="-".join(case))
@@ -148,15 +146,12 @@ def test_losses_with_carried_states_are_those_of_one_process(name: str, layout: 
 
 
 PAIRS = [("cp2", "serial"), ("serial", "cp2"), ("cp2", "tp2"), ("dp2", "cp2-dp2"), ("cp2-tp2", "cp2-pp2")]
-RESUMED = [
-    pytest.param(*pair, mode, marks=[] if (pair, mode) == (PAIRS[2], "passing") else pytest.mark.slow)
-    for pair in PAIRS
-    for mode in MODES
-]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize(("before", "after", "mode"), RESUMED)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_run_resumes_with_other_shares(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
     found, _ = resumed(before, after, functools.partial(samba, mode), tmp_path)
     assert found == pytest.approx(of_one_process("samba", mode)[STOPPED:], rel=1e-4)

@@ -80,6 +80,7 @@ def trained(seat: Seat, config: Config) -> list[tuple[float, int, int, int]]:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_every_layout_counts_what_is_learned(folder: Path) -> None:
     (expected,) = run_distributed(trained, 1, config_of(folder, ParallelConfig()))

@@ -39,8 +39,9 @@ def branches(parallel: ParallelConfig) -> Config:
     return replace(config, model=MODEL, phases=[replace(config.phases[0], lr=2e-3)])
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("layout", ["cp2", pytest.param("cp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["cp2", "cp4"])
 def test_rows_over_several_ranks_have_the_losses_of_one(layout: str) -> None:
     parallel, ranks = ROW_LAYOUTS[layout]
     (expected,) = run_distributed(losses, 1, branches(ParallelConfig()))

@@ -26,7 +26,8 @@ def serial(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> l
     return losses(folder)
 
 
-@pytest.mark.parametrize("layout", ["pp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2-sp", "dp2"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2", "tp2-sp", "dp2"])
 def test_the_phases_of_a_layout_are_those_of_one_process(
     layout: str, serial: list[float], counting_folder: Path, tmp_path: Path
 ) -> None:

@@ -27,14 +27,15 @@ def clean(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "workers", "said"),
     [
         ("raise", 0, "RuntimeError: out of luck"),  # only the rank in trouble has one: to start it takes seconds
-        pytest.param("raise", 1, "RuntimeError: out of luck", marks=pytest.mark.slow),
-        pytest.param("kill", 1, "DataLoader worker (pid", marks=pytest.mark.slow),
-        pytest.param("stop", 0, "is stopped (SIGSTOP)", marks=pytest.mark.slow),
-        pytest.param("sleep", 0, "waiting for a worker process of the loader", marks=pytest.mark.slow),
+        ("raise", 1, "RuntimeError: out of luck"),
+        ("kill", 1, "DataLoader worker (pid"),
+        ("stop", 0, "is stopped (SIGSTOP)"),
+        ("sleep", 0, "waiting for a worker process of the loader"),
     ],
 )
 def test_a_worker_in_trouble_ends_the_run_and_a_restart_completes_it(

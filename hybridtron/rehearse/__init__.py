@@ -1,1 +1,1 @@
-"""A training step on a GPU that is not there: what it would launch, move, hold, send and wait for."""
+"""Rehearsal of a training step on a simulated GPU: its launches, memory, traffic and waits."""

@@ -1,9 +1,8 @@
-"""What Python code asks of torch.cuda, answered as a machine with one GPU would, though there is none.
+"""Replacements for torch.cuda's Python functions, after which this process appears to have one GPU.
 
-Together with the library of `guard` and torch's fake tensors, whose values do not exist, the code of a training step
-runs as it would on that GPU, and computes nothing. All of this holds until the process ends.
-
-Waits of the host and of streams are reported to the rehearsal under way (`heard`).
+Together with the C++ library in `guard` and torch's fake tensors (shapes without values), they let a training step's
+code run on a simulated GPU without computing anything. They stay in place until the process ends. Each time the host or
+a stream would wait, the wait is reported to the current rehearsal (`heard`).
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from hybridtron.rehearse.heard import arrived, copied, waits
 
 
 class AbsentStream:
-    """A stream, or an event: all its work is done."""
+    """A simulated CUDA stream or event whose work is always complete. Waits are reported to the rehearsal."""
 
     cuda_stream = 0
-    copies = range(0)  # that were asked for on it the last time
+    copies = range(0)  # numbers of the copies that were issued while the stream was last current
 
     def __init__(self, *_: Any, priority: int = 0, enable_timing: bool = False) -> None: ...
 
@@ -61,7 +60,7 @@ class AbsentStream:
 
 
 class OnStream:
-    """What `torch.cuda.stream` gives: inside, this stream is asked."""
+    """Context manager in place of `torch.cuda.stream(stream)`. It notes which copies are issued inside."""
 
     def __init__(self, stream: AbsentStream) -> None:
         self.stream = stream
@@ -75,7 +74,7 @@ class OnStream:
 
 
 def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
-    """From here on torch sees one GPU of this kind."""
+    """Make torch report one such GPU, until the process ends."""
     library.take_the_guard()
     torch._C._set_only_lift_cpu_tensors(True)
     cuda: Any = torch.cuda
@@ -90,12 +89,12 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     for name in ("_lazy_init", "empty_cache", "manual_seed", "reset_peak_memory_stats", "set_device", "set_rng_state"):
         setattr(cuda, name, lambda *_: None)
-    names: Any = torch
-    names.Generator = AbsentGenerator
-    kept: Any = fake_tensor
-    kept.init_gpu_context = lambda _: None  # which would make a tensor on the device
-    fake: Any = FakeTensor
-    fake.tolist = _values
+    torch_module: Any = torch
+    torch_module.Generator = AbsentGenerator
+    fake_module: Any = fake_tensor
+    fake_module.init_gpu_context = lambda _: None  # the original creates a tensor on the device
+    fake_class: Any = FakeTensor
+    fake_class.tolist = _values
     cuda.Stream = cuda.Event = AbsentStream
     cuda.current_stream = cuda.default_stream = lambda *_: AbsentStream()
     cuda.stream = lambda stream: OnStream(stream or AbsentStream())
@@ -103,17 +102,17 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
 
 
 COMPOSITE = ("mish_backward", "native_channel_shuffle", "silu_backward")
-"""Operations with a kernel of their own on a GPU, which a build without CUDA would take apart into smaller ones."""
+"""Operations with their own kernel on a GPU; a build of torch without CUDA would decompose them into smaller ones."""
 _library_of_kernels: list[torch.library.Library] = []
 
 
 def _register_kernels() -> None:
-    """Let torch know that a GPU has kernels of its own; with fake tensors they are never called."""
-    registered = torch.library.Library("aten", "IMPL")
+    """Register placeholder CUDA kernels for the operations in COMPOSITE. With fake tensors they are never called."""
+    library = torch.library.Library("aten", "IMPL")
     for name in COMPOSITE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
-            registered.impl(name, _never_called, "CUDA")
-    _library_of_kernels.append(registered)  # as long as it lives they are registered
+            library.impl(name, _never_called, "CUDA")
+    _library_of_kernels.append(library)  # the kernels stay registered while this object lives
 
 
 def _never_called(*_: Any) -> Tensor:
@@ -121,14 +120,18 @@ def _never_called(*_: Any) -> Tensor:
 
 
 class AbsentGenerator(torch.Generator):
-    """Of random numbers on any device."""
+    """A random number generator on the CPU in place of one on any device."""
 
     def __new__(cls, device: Any = "cpu") -> AbsentGenerator:
         return super().__new__(cls)
 
 
 class ValuesOfNobody(TorchFunctionMode):
-    """Answers questions for values, which fake tensors do not have; each is a wait of the host for its device."""
+    """Function mode for calls that need a tensor's values or a real GPU.
+
+    Values that are copied to the device become an empty tensor. Generators and pinned memory are left out. Causal
+    attention becomes one FlashAttention kernel. Reading a value from the device counts as a wait.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,11 +140,11 @@ class ValuesOfNobody(TorchFunctionMode):
             if torch.device(kwargs.get("device") or "cpu").type == "cuda":
                 return _copied_in(args[0], kwargs.get("dtype"))
         if kwargs.get("generator") is not None:
-            kwargs = {**kwargs, "generator": None}  # it is one of the CPU, and nothing is drawn
+            kwargs = {**kwargs, "generator": None}  # it is a CPU generator, and nothing is drawn
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and args[0].numel() == 1 and _names_gpu((*args[1:], *kwargs.values())):
-            args[0].constant = None  # the mode knows the value of one number, and would copy it there
+            args[0].constant = None  # the fake mode stores a single number and would copy it to the device
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is functional.scaled_dot_product_attention and args[0].is_cuda and kwargs.get("is_causal"):
@@ -152,7 +155,7 @@ class ValuesOfNobody(TorchFunctionMode):
 
 
 def _attended(q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor) -> Tensor:
-    """torch's own attention, causal, as the one kernel that a GPU has for it; a build without CUDA makes all scores."""
+    """Count torch's causal attention as the one kernel of a GPU. A build without CUDA would compute all scores."""
     q, k, v = (x.transpose(1, 2) for x in (q_BHLK, k_BGLK, v_BGLK))
     return attend("flash", q, k, v, causal=True, before=-1).transpose(1, 2)
 
@@ -169,39 +172,42 @@ TYPE_NAMES = {
 
 
 def _names_gpu(arguments: Sequence[Any]) -> bool:
-    """Whether these arguments of `Tensor.to` name a GPU."""
-    return any(isinstance(one, torch.device | str) and torch.device(one).type == "cuda" for one in arguments)
+    """Return True if an argument of `Tensor.to` names a GPU."""
+    return any(
+        isinstance(argument, torch.device | str) and torch.device(argument).type == "cuda" for argument in arguments
+    )
 
 
 def _values(tensor: Tensor) -> Any:
-    """Of `tolist`: one copy to the host."""
+    """Replace `Tensor.tolist`: report a wait of the host if the tensor is on the device, and return ones."""
     if tensor.is_cuda:
         waits("tolist")
     return _ones(tensor.shape, 1.0 if tensor.dtype.is_floating_point else 1)
 
 
 def _ones(shape: Sequence[int], one: float) -> Any:
-    """A list of ones in lists."""
+    """Return nested lists of this shape, filled with `one`."""
     if len(shape):
         return [_ones(shape[1:], one) for _ in range(shape[0])]
     return one
 
 
 def _copied_in(values: Any, dtype: torch.dtype | None) -> Tensor:
-    """`torch.tensor(values, device="cuda")`: the host waits for the copy."""
+    """Replace `torch.tensor(values, device="cuda")`: report a wait for the copy, and return an empty tensor."""
     waits("copy to the device")
     if dtype is None:
-        found = torch.from_numpy(numpy.asarray(values)).dtype
+        source_dtype = torch.from_numpy(numpy.asarray(values)).dtype
     else:
-        found = dtype
-    if dtype is None and found == torch.float64:
-        narrow = torch.float32
+        source_dtype = dtype
+    if dtype is None and source_dtype == torch.float64:
+        device_dtype = torch.float32
     else:
-        narrow = found
-    return torch.empty(numpy.shape(values), dtype=narrow, device="cuda")
+        device_dtype = source_dtype
+    return torch.empty(numpy.shape(values), dtype=device_dtype, device="cuda")
 
 
 def _plain(values: Any) -> Any:
+    """Replace tensors, also in nested lists, by their values."""
     if isinstance(values, Tensor):
         if values.dim() == 0:
             return values.item()
@@ -212,5 +218,5 @@ def _plain(values: Any) -> Any:
 
 
 def fake_tensors() -> FakeTensorMode:
-    """The mode in which tensors have shapes and no values; real ones on the CPU may take part."""
+    """Return the mode in which tensors have shapes but no values; real CPU tensors may take part."""
     return FakeTensorMode(allow_non_fake_inputs=True)

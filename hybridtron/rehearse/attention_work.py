@@ -1,7 +1,7 @@
-"""Attention kernels of other packages in a rehearsal: what they keep, what they make, their bytes and their FLOPs.
+"""Simulated attention kernels: the tensors that other packages' kernels save and return, their bytes and FLOPs.
 
-Like the real ones they keep q, k, v, the output and a number per query and head (fp32) for the backward pass. That also
-makes a sum of that shape and, in fp32, a gradient of q.
+Like the real kernels they save q, k, v, the output and one fp32 number per query and head for the backward pass, which
+also allocates a sum per query and head and an fp32 gradient of q.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from torch.autograd.function import once_differentiable
 from hybridtron.rehearse import heard
 from hybridtron.rehearse.stand_ins import Given
 
-# products of queries and keys, or of weights and values
+# matrix products of a pass: of queries with keys, or of attention weights with values
 FORWARD = 2
 BACKWARD = 5
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, before: int) -> Tensor:
-    """Heads are (B, L, H, K); a query sees `before` keys besides its own, all where that is negative."""
+    """Return an attention output without values, and report the kernels of both passes.
+
+    Heads are (B, L, H, K). With `causal` a query sees `before` keys in addition to its own, or all earlier keys if
+    `before` is negative.
+    """
     return _AttentionWork.apply(name, q, k, v, causal, before)
 
 
 class _AttentionWork(torch.autograd.Function):
+    """Autograd function with the allocations of a fused attention kernel; it reports each pass."""
+
     @staticmethod
     def forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, before: int) -> Tensor:
         y = torch.empty_like(q)
@@ -46,23 +52,26 @@ class _AttentionWork(torch.autograd.Function):
             grad = grads[0]
         else:
             grad = grads[0].contiguous()
-        wide = q.new_empty(q.shape, dtype=torch.float32)
+        grad_q_fp32 = q.new_empty(q.shape, dtype=torch.float32)
         dots = torch.empty_like(sums)
-        found = [torch.empty_like(x) for x in (q, k, v)]
-        written = (*found, wide, wide, dots)
+        input_grads = [torch.empty_like(x) for x in (q, k, v)]
+        written = (*input_grads, grad_q_fp32, grad_q_fp32, dots)
         _report(f"{ctx.name} backward", (q, k, v, y, sums, grad), written, *ctx.seen, products=BACKWARD)
-        return None, *found, None, None
+        return None, *input_grads, None, None
 
 
 def rows(name: str, given: Given) -> Tensor:
-    """A call of the package's function for rows as one batch: (B, L, H, K)."""
+    """Simulate a call of the package's function for batched rows, (B, L, H, K)."""
     before = given.get("window_size", (-1, -1))[0]
     q, k, v = (given[part] for part in "qkv")
     return attend(name, q, k, v, given.get("causal", False), -1 if before is None else before)
 
 
 def documents(name: str, given: Given) -> Tensor:
-    """For documents side by side: (tokens, H, K). How long they are is not known here: each counts as the longest."""
+    """Simulate a call of the package's function for documents side by side, (tokens, H, K).
+
+    Their lengths are not known here: each counts as the longest.
+    """
     longest = given["max_seqlen_q"], given["max_seqlen_k"], given["max_seqlen_k"]
     in_rows = {part: given[part].unflatten(0, (-1, length)) for part, length in zip("qkv", longest, strict=True)}
     return rows(name, {**given, **in_rows}).flatten(0, 1)
@@ -75,17 +84,23 @@ flash3_documents = partial(documents, "flash-3")
 
 
 def flash4_rows(given: Given) -> tuple[Tensor, None]:
-    """Version 4 gives the sums of exponentials beside the output, where it is asked for them."""
+    """Simulate a version 4 call for batched rows.
+
+    That version returns a pair: the output, and the log-sum-exps if the call asks for them (here None).
+    """
     return rows("flash-4", given), None
 
 
 def flash4_documents(given: Given) -> tuple[Tensor, None]:
-    """As for rows."""
+    """Simulate a version 4 call for documents side by side. Returns the output and None."""
     return documents("flash-4", given), None
 
 
 def flex_kernel(window: int | None) -> Callable[..., Tensor]:
-    """In place of FlexAttention compiled. Which tiles it reads only the device knows: those of the window count."""
+    """Return a stand-in for compiled FlexAttention, which sees all keys if `window` is None.
+
+    Only a real device knows which tiles the mask selects: those of the window count.
+    """
     before = -1 if window is None else window - 1
 
     def attend_to_window(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, block_mask: Any, enable_gqa: bool) -> Tensor:
@@ -105,10 +120,10 @@ def _report(
 
 
 def seen_pairs(queries: int, keys: int, causal: bool, before: int) -> int:
-    """Pairs of a query and a key that it sees; the last query stands at the last key."""
+    """Count the pairs of a query and a key that it sees; the last query is at the last key."""
     if not causal:
         return queries * keys
     most = keys if before < 0 else min(before + 1, keys)
     first = keys - queries + 1  # keys that the first query may see
-    growing = max(0, most - first)  # queries that see one more than the query before
+    growing = max(0, most - first)  # queries that see one key more than the query before
     return growing * first + growing * (growing - 1) // 2 + (queries - growing) * most

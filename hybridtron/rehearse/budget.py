@@ -1,8 +1,8 @@
-"""What a recipe's step may cost, as it was when its budget was last written; what costs more is a regression.
+"""Cost budgets of recipes: a step that costs more than its budget is a regression.
 
-A budget is a small file, so that a change of one shows as a readable difference. It names the settings that it is of, a
-recipe's or those of a variant of one, under a `run.name` of its own. Numbers that fall are no fault; to hold the
-better ones, the file is written again.
+A budget is a small JSON file, so that its changes show as a readable diff. It stores the settings that it belongs to (a
+recipe, or a recipe's variant with its own `run.name`) and the step's costs at that time. Lower costs are accepted; to
+enforce them, write the file again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hybridtron.shipped import shipped
 
 FOLDER = shipped("benchmarks") / "rehearsed"
 SETTINGS = "settings"
-SLACK = 1.001  # of bytes: torch's versions differ in a few small operations
+SLACK = 1.001  # factor for bytes: torch's versions differ in a few small operations
 
 
 def path_of(name: str) -> Path:
-    """The file of a run of this name: `ablations/a` lies in `ablations-a.json`."""
+    """Return the budget file for the name of a run: `ablations/a` is stored in `ablations-a.json`."""
     return FOLDER / f"{name.replace('/', '-')}.json"
 
 
 def budget_of(report: dict[str, Any]) -> dict[str, Any]:
-    """The part of a report (`report.as_json`) that must not grow."""
+    """Return the values in a report (`report.as_json`) that must not grow."""
     costs = report["per_micro_batch"]["costs"]
     return {
         "implementations": report["implementations"],
@@ -40,7 +40,7 @@ def budget_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def exceeded(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
-    """What costs more than the budget, or runs by another implementation; ops that are newer than the budget may."""
+    """List the costs above the budget and the ops that run by another implementation. Ops without a budget may."""
     lines = [
         f"{op} runs by {found['implementations'].get(op)}, not by {name}"
         for op, name in budget["implementations"].items()
@@ -57,13 +57,13 @@ def exceeded(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
 
 
 def read(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """The settings that a budget is of, and what must not grow."""
-    found = json.loads(path.read_text())
-    return found.pop(SETTINGS), found
+    """Read a budget file. Returns the settings that it belongs to, and the budget."""
+    stored = json.loads(path.read_text())
+    return stored.pop(SETTINGS), stored
 
 
 def write(name: str, settings: Sequence[str], budget: dict[str, Any]) -> Path:
-    """Hold these settings to this from now on."""
+    """Write the budget file for these settings, and return its path."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = path_of(name)
     path.write_text(json.dumps({SETTINGS: list(settings), **budget}, indent=2) + "\n")

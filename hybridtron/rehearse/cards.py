@@ -1,14 +1,14 @@
-"""Verification cards: of every recipe what was measured on a GPU, and what was rehearsed without one.
+"""Verification cards: a page per recipe with its measurements on a GPU and its rehearsal's results.
 
     hybridtron check cards
     hybridtron check cards --records FILE --output FOLDER
 
-A line that nothing measured says "not measured". What was measured is a file a recipe, which `hybridtron check gpu`
-writes; what was rehearsed is read from what a suite recorded (`hybridtron rehearse --suite`).
+A line without a measurement says "not measured". Measurements are read from one file per recipe, which `hybridtron
+check gpu` writes. Rehearsal results are read from a suite's records (`hybridtron rehearse --suite`).
 
-MFU stands there twice. The true count is that of `planning/count`: an attention's products of the keys that a query
-sees. Megatron's formula (arXiv:2104.04473, equation 3) takes every product of queries and keys of a row, whatever the
-mask, and of a scan nothing; both are of a forward pass, and the backward pass counts twice.
+MFU is shown by two counts. The true count (`planning/count`) includes only the keys that a query sees. Megatron's
+formula (arXiv:2104.04473, equation 3) counts every pair of a query and a key in a row, regardless of the mask, and
+nothing for a scan. In both, the backward pass counts as twice the forward pass.
 
 Exit codes: 0 written, 2 wrong arguments.
 """
@@ -47,7 +47,7 @@ LINES = {
     "waits": "host waits a step",
     "resume_difference": "largest difference of a resumed run's weights",
 }
-"""Key of a measured file -> line of a card."""
+"""Key in a measurement file -> label of the card's line."""
 HEADER = (
     "layout", "tokens/s a GPU", "MFU by the true count", "MFU by Megatron's formula", "GB of tensors",
     "host waits a step", "code",
@@ -71,30 +71,30 @@ def main(arguments: list[str]) -> int:
         raise Unusable(f"--records {path}: no such file")
     records = SuiteRecords(path).read().values()
     for recipe in choices_of("recipe"):
-        own = [one for one in records if one["recipe"] == recipe]
+        recipe_records = [record for record in records if record["recipe"] == recipe]
         page = output / f"{recipe}.md"
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(card(recipe, measured_of(recipe, output), own))
+        page.write_text(card(recipe, measured_of(recipe, output), recipe_records))
     print(f"{len(choices_of('recipe'))} cards in {output}")
     return 0
 
 
 def measured_path(recipe: str, folder: Path) -> Path:
-    """Where a recipe's measured lines are, beside the cards."""
+    """Return the path of a recipe's measurement file, in a folder beside the cards."""
     return folder / "measured" / f"{recipe.replace('/', '-')}.json"
 
 
 def measured_of(recipe: str, folder: Path) -> dict[str, Any]:
-    """What was measured of a recipe; nothing by default."""
+    """Read a recipe's measurements; an empty dict if there are none. Raises Unusable for unknown keys."""
     path = measured_path(recipe, folder)
-    found = json.loads(path.read_text()) if path.exists() else {}
-    if unknown := sorted(found.keys() - LINES.keys()):
+    measurements = json.loads(path.read_text()) if path.exists() else {}
+    if unknown := sorted(measurements.keys() - LINES.keys()):
         raise Unusable(f"{path}: no card has a line for {', '.join(unknown)}")
-    return found
+    return measurements
 
 
 def card(recipe: str, measured: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
-    """The page, in Markdown."""
+    """Render a recipe's card as Markdown."""
     lines = [f"# Verification card of `{recipe}`", "", "## Measured, on one GPU", "", "| | |", "|---|---|"]
     if measured.get("mfu") is not None:
         measured = {**measured, "megatron_mfu": measured["mfu"] * megatron_share(recipe, "TP2 + SP")}
@@ -116,30 +116,34 @@ def card(recipe: str, measured: Mapping[str, Any], records: Sequence[Mapping[str
 
 
 def _rehearsed(recipe: str, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table row for each layout with records: its slowest rank, or the reason for its refusal."""
     for layout in LAYOUTS:
-        own = [one for one in records if one["layout"] == layout]
-        if own and "refused" in own[0]:
-            yield f"| {layout} | refused: `{own[0]['refused'][0].partition('  ')[0]}` |{' |' * (len(HEADER) - 2)}"
-        elif ranks := [one for one in own if "peak" in one]:
-            slowest = max(ranks, key=lambda one: one["step_seconds"])
+        lines = [line for line in records if line["layout"] == layout]
+        if lines and "refused" in lines[0]:
+            yield f"| {layout} | refused: `{lines[0]['refused'][0].partition('  ')[0]}` |{' |' * (len(HEADER) - 2)}"
+        elif ranks := [line for line in lines if "peak" in line]:
+            slowest = max(ranks, key=lambda line: line["step_seconds"])
             by_megatron = slowest["mfu"] * megatron_share(recipe, layout)
             cells = (
                 layout, f"{slowest['tokens_per_second']:,.0f}", f"{slowest['mfu']:.1%}", f"{by_megatron:.1%}",
-                f"{max(one['peak'] for one in ranks) / 1e9:.1f}", f"{max(one['waits'] for one in ranks):.0f}",
+                f"{max(line['peak'] for line in ranks) / 1e9:.1f}", f"{max(line['waits'] for line in ranks):.0f}",
                 f"`{slowest['code']}`",
             )  # fmt: skip
             yield f"| {' | '.join(cells)} |"
 
 
 def megatron_share(recipe: str, layout: str) -> float:
-    """FLOPs of a token by Megatron's formula, over those of the true count, in the phase that is rehearsed."""
+    """Return FLOPs per token by Megatron's formula over those of the true count, in the rehearsed phase."""
     phase = largest_phase(RecipeCase(recipe, layout).config())
     length = phase.settings.seq_len
     return megatron_flops(phase.model, length) / count(phase.model, length).flops_per_token
 
 
 def megatron_flops(model: ModelConfig, length: int) -> float:
-    """Of a token, forward and backward: products with weights, and attention of every query to every key of the row."""
+    """Return FLOPs per token by Megatron's formula, forward and backward.
+
+    They are products with weights, and attention from every query to every key in the row.
+    """
     arch = architecture(model)
     parts = count(model, length).flops_by_part
     queries = sum(spec.channels(arch.sizes)[0] for spec in arch.specs if isinstance(spec, HeadsSpec))
@@ -147,6 +151,7 @@ def megatron_flops(model: ModelConfig, length: int) -> float:
 
 
 def _text(value: Any) -> str:
+    """Format a card's value; None means not measured."""
     if value is None:
         return NOT_MEASURED
     if isinstance(value, dict):  # losses by step

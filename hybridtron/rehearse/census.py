@@ -1,11 +1,10 @@
-"""Counts what a step asks of its device: every operation of torch, with launches, bytes, FLOPs and the line it is of.
+"""Kernel census: a record of a step's operations, with launches, bytes, FLOPs and source line.
 
-Bytes are those that must go to and from the device's memory: what an operation reads, and what it writes; views and
-empty tensors cost nothing. A tensor that is written in place and not looked at is not read; of a table only the rows
-that are picked are.
+Bytes are the device's memory traffic: inputs that are read, and outputs that are written. Views and empty tensors cost
+nothing. A tensor that is only overwritten in place does not count as read; in a lookup table only the selected rows do.
 
-The line is the innermost one of this package. In the backward pass, where torch runs what a line has recorded, it is
-found by the number that autograd gives to each recorded operation.
+The source line is the innermost one in this package. In the backward pass torch runs operations that an earlier line
+has recorded; that line is found by the sequence number that autograd gives to a recorded operation.
 """
 
 from __future__ import annotations
@@ -30,23 +29,25 @@ PACKAGE = str(Path(__file__).parents[1])
 SKIPPED = tuple(
     f"{PACKAGE}/{name}" for name in ("rehearse/", "ops/kernel_launch.py", "ops/precision.py", "ops/dispatch.py")
 )
-"""Files whose lines say nothing of where an operation comes from; those that call them do."""
+"""Files whose lines do not explain where an operation comes from; the lines of their callers do."""
 
 PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
+# operations that launch no kernel
 NOTHING = {
     "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
     "record_stream", "is_pinned", "lift_fresh", "device", "resize_", "set_",
 }  # fmt: skip
-NOT_READ = {"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}  # what they write
+# they overwrite their first argument
+NOT_READ = {"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
 COPIES = {"_to_copy", "copy_"}
 TO_HOST = "copy to the host"
 FROM_HOST = "copy from the host"
-PICKS = {"embedding", "gather", "index", "index_select"}  # rows of their first argument
+PICKS = {"embedding", "gather", "index", "index_select"}  # they read only some rows of their first argument
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel, or as torch sees it one operation, and where it comes from."""
+    """One kernel launch, or one operation as torch sees it, and its source line."""
 
     part: str  # forward, backward, or update
     place: str  # `ops/rope/reference.py:51`
@@ -54,12 +55,12 @@ class Operation:
     bytes: int
     flops: int = 0
     kind: str = "torch"  # or product, attention, kernel (of our own)
-    variant: int = 0  # of a kernel: which of its compiled forms
+    variant: int = 0  # of a kernel: number of its launch in `Launches.different`
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The host waits for the device, or a stream for another."""
+    """The host waits for the device, or a stream for another stream."""
 
     part: str
     place: str
@@ -68,12 +69,15 @@ class Wait:
 
 @dataclass
 class Sent:
-    """One call. `asked` and `waited`: how many operations were counted before the call, and before it is waited for."""
+    """One collective, message, or copy between host and device.
+
+    `asked` and `waited` are the numbers of operations that were counted before the call, and before it is waited for.
+    """
 
     part: str
     place: str
     kind: str
-    bytes: int  # that this rank sends
+    bytes: int  # sent by this rank
     ranks: int
     between_nodes: bool
     asked: int
@@ -81,16 +85,19 @@ class Sent:
 
 
 class Census(TorchDispatchMode):
-    """The operations, waits and memory of what runs inside, in order. It stands outside of the fake tensors' mode."""
+    """Dispatch mode that counts operations, waits, copies and memory in order.
+
+    It is entered inside the fake tensors' mode, so that it gets each operation first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.waits: list[Wait] = []
-        self.copies: list[Sent] = []  # to the host and from it, which it does not wait for
+        self.copies: list[Sent] = []  # asynchronous ones, between host and device
         self.memory = LiveMemory(lambda: len(self.operations))
         self.part = "build"
-        self._places: dict[int, str] = {}  # by autograd's number of a recorded operation
+        self._places: dict[int, str] = {}  # autograd's sequence number -> source line
         self._main = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,20 +112,21 @@ class Census(TorchDispatchMode):
             return torch.zeros(1, args[0].dim(), dtype=torch.int64, device=args[0].device)
         place = self.place()
         out = func(*args, **kwargs)
-        made = list(tensors_in((out,)))
-        there = [on_device(x) for x in made]
+        outputs = list(tensors_in((out,)))
+        are_on_device = [on_device(x) for x in outputs]
         if form.counts:
-            given = list(tensors_in((*args, *kwargs.values())))
-            if any(there) or any(map(on_device, given)):
-                self._count(form, args, kwargs, given, made, place)
-        for tensor, is_there in zip(made, there, strict=True):
-            if is_there:
+            inputs = list(tensors_in((*args, *kwargs.values())))
+            if any(are_on_device) or any(map(on_device, inputs)):
+                self._count(form, args, kwargs, inputs, outputs, place)
+        for tensor, is_on_device in zip(outputs, are_on_device, strict=True):
+            if is_on_device:
                 self.memory.note(tensor, place, self.part)
         return out
 
     def _count(
         self, form: OperationForm, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor], place: str
     ) -> None:
+        """Record an operation, and the wait or the asynchronous copy that it causes."""
         name = form.name
         moved = moved_bytes(form, args, kwargs, made)
         if name in COPIES and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
@@ -136,13 +144,13 @@ class Census(TorchDispatchMode):
         self.operations.append(Operation(self.now, place, name, moved, flops, "product" if product else "torch"))
 
     def arrived(self, copies: range) -> None:
-        """What is computed from now on waits for these copies."""
+        """Note that all computation from now on waits for these copies."""
         for copy in self.copies[copies.start : copies.stop]:
             copy.waited = len(self.operations)
 
     @property
     def now(self) -> str:
-        """The part of the step that is under way: torch runs the backward pass of a GPU on a thread of its own."""
+        """The step's current part. torch runs a GPU's backward pass on a thread of its own."""
         if self.part != "passes":
             return self.part
         if threading.get_ident() == self._main:
@@ -150,24 +158,28 @@ class Census(TorchDispatchMode):
         return "backward"
 
     def wait(self, kind: str) -> None:
-        """The line that runs waits."""
+        """Record a wait at the current line."""
         self.waits.append(Wait(self.part, self.place(), kind))
 
     def add(self, name: str, moved: int, flops: int, kind: str) -> None:
-        """A kernel of another package, which torch's operations do not show."""
+        """Record another package's kernel, which torch's operations do not show."""
         self.operations.append(Operation(self.now, self.place(), name, moved, flops, kind))
 
     def add_kernel(self, name: str, moved: int, variant: int) -> None:
-        """A kernel of our own."""
+        """Record one launch by our own Triton kernels."""
         self.operations.append(Operation(self.now, self.place(), name, moved, kind="kernel", variant=variant))
 
     def place(self) -> str:
-        """The line of this package that the running operation comes from."""
-        found = innermost_line()
-        if found is not None:
+        """Return the line of this package that the running operation comes from.
+
+        In the backward pass it is the line whose gradient is computed. Without such a line it is "megatron" or
+        "autograd".
+        """
+        line = innermost_line()
+        if line is not None:
             if threading.get_ident() == self._main:
-                self._places[torch._C._autograd._get_sequence_nr() - 1] = found
-            return found
+                self._places[torch._C._autograd._get_sequence_nr() - 1] = line
+            return line
         node = torch._C._current_autograd_node()
         if node is None:
             return "megatron"
@@ -175,7 +187,7 @@ class Census(TorchDispatchMode):
 
 
 def no_value(dtype: torch.dtype) -> bool | int | float:
-    """What stands for a value that is asked for: finite, and no reason to stop."""
+    """Return a placeholder for a value of this dtype: False, 1.0 or 1, which gives no reason to stop the step."""
     if dtype == torch.bool:
         return False
     if dtype.is_floating_point:
@@ -184,7 +196,7 @@ def no_value(dtype: torch.dtype) -> bool | int | float:
 
 
 def innermost_line() -> str | None:
-    """`file:line` of the innermost frame of this package that says where it is."""
+    """Return `file:line` of the innermost frame in this package outside SKIPPED, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         if (name := shown_file(frame.f_code.co_filename)) is not None:
@@ -195,30 +207,30 @@ def innermost_line() -> str | None:
 
 @cache
 def shown_file(path: str) -> str | None:
-    """Of this package the name in it, where it says where an operation comes from."""
+    """Return a file's path inside this package; None if it is elsewhere or in SKIPPED."""
     if path.startswith(PACKAGE) and not path.startswith(SKIPPED):
         return path[len(PACKAGE) + 1 :]
     return None
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes in memory; what is repeated without being stored counts once."""
+    """Return a tensor's bytes in memory. Values that are repeated by a stride of 0 count once."""
     stored = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(stored) * tensor.element_size()
 
 
 @dataclass(frozen=True)
 class OperationForm:
-    """What holds for every call of one of torch's operations."""
+    """Properties that all calls of a torch operation share."""
 
     name: str
     counts: bool  # views and empty tensors cost nothing; collectives are counted where they are called
-    written: tuple[tuple[int, str], ...]  # places and names of the arguments that it changes, as its schema says
+    written: tuple[tuple[int, str], ...]  # indices and names of the arguments that it modifies, by its schema
 
 
 @cache
 def form_of(func: Any) -> OperationForm:
-    """Of an operation."""
+    """Return an operation's form, from its schema."""
     name = func.overloadpacket.__name__
     written = tuple(
         (index, argument.name)
@@ -229,24 +241,24 @@ def form_of(func: Any) -> OperationForm:
 
 
 def copy_direction(args: Any) -> str | None:
-    """Of `copy_`: whether it is to the host or from it."""
-    to, of = map(on_device, args[:2])
-    if to == of:
+    """Return the direction of a `copy_` between host and device, or None if it stays within one."""
+    target_on_device, source_on_device = map(on_device, args[:2])
+    if target_on_device == source_on_device:
         return None
-    if to:
+    if target_on_device:
         return FROM_HOST
     return TO_HOST
 
 
 def on_device(tensor: Tensor) -> bool:
-    """As `is_cuda` says; of a fake tensor that question would be an operation again."""
+    """Return True for a tensor on the GPU. `is_cuda` of a fake tensor would count as another operation."""
     if isinstance(tensor, FakeTensor):
         return tensor.fake_device.type == "cuda"
     return tensor.is_cuda
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among them, and in lists among them."""
+    """Yield the tensors among values, also those in nested lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -255,18 +267,18 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def moved_bytes(form: OperationForm, args: Any, kwargs: Any, made: Sequence[Tensor]) -> int:
-    """Read and written."""
-    given = list(tensors_in((*args, *(value for name, value in kwargs.items() if name != "out"))))
+    """Return the bytes that an operation reads and writes."""
+    inputs = list(tensors_in((*args, *(value for name, value in kwargs.items() if name != "out"))))
     written = list(tensors_in(args[index] if index < len(args) else kwargs.get(name) for index, name in form.written))
-    own = {id(x) for x in written}
-    unread = own if form.name in NOT_READ else set()
-    read = sum(size_of(x) for x in given if id(x) not in unread)
+    written_ids = {id(x) for x in written}
+    unread = written_ids if form.name in NOT_READ else set()
+    read = sum(size_of(x) for x in inputs if id(x) not in unread)
     if form.name in PICKS:
-        read += sum(map(size_of, made)) - size_of(given[0])
-    return read + sum(map(size_of, written)) + sum(size_of(x) for x in made if id(x) not in own)
+        read += sum(map(size_of, made)) - size_of(inputs[0])
+    return read + sum(map(size_of, written)) + sum(size_of(x) for x in made if id(x) not in written_ids)
 
 
 def product_flops(name: str, args: Any) -> int:
-    """A multiply-add counts two."""
+    """Return a matrix product's FLOPs; a multiply-add counts as two."""
     first, second = args[1:3] if "add" in name else args[:2]
     return 2 * first.numel() * second.shape[-1]

@@ -1,10 +1,10 @@
-"""Collectives and messages between ranks, counted where they are called: bytes, ranks, and whether anything hides them.
+"""Simulated collectives and messages: each call is counted with its bytes, ranks and overlap, and sends nothing.
 
-A rank that plays all alone sends nothing. Each call is counted with the bytes that this rank sends, over a ring: of n
-bytes gathered, or scattered, (r - 1) / r of the whole; of n bytes summed, twice that. What waits at once is exposed.
-What returns a handle runs beside what is computed until the handle is waited for.
+The rehearsed rank runs alone. Each call counts the bytes that this rank would send in a ring with r ranks. For a tensor
+of n bytes these are n (r - 1) / r in an all-gather or a reduce-scatter, and twice that in an all-reduce. A blocking
+call is exposed. A call that returns a handle overlaps with all computation until the handle is waited for.
 
-Installed before megatron-core is imported, which binds some of these functions to names of its own.
+The functions are replaced before megatron-core is imported, which binds some of them to its own names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridtron.rehearse.census import Census, Sent
 
 
 class SentHandle:
-    """What an asynchronous call returns, or several calls that are started together."""
+    """Handle for an asynchronous call, or for several calls that are started together."""
 
     def __init__(self, calls: list[Sent], census: Census | None) -> None:
         self.calls = calls
@@ -37,7 +37,7 @@ class SentHandle:
         return True
 
 
-MESSAGE = 0  # in place of a share
+MESSAGE = 0  # in place of a factor: a message sends all its bytes
 COUNTED: dict[str, tuple[str, int]] = {
     "all_reduce": ("tensor", 2),
     "all_gather_into_tensor": ("output_tensor", 1),
@@ -47,13 +47,13 @@ COUNTED: dict[str, tuple[str, int]] = {
     "isend": ("tensor", MESSAGE),
     "send": ("tensor", MESSAGE),
 }
-"""Name -> the argument whose bytes count, and how many times (r - 1) / r of them a rank sends."""
+"""Function -> the argument whose bytes count, and the factor: a rank sends that many times (r - 1) / r of them."""
 RECEIVED = ("irecv", "recv")
 OLD_NAMES = {"all_gather_into_tensor": "_all_gather_base", "reduce_scatter_tensor": "_reduce_scatter_base"}
 
 
 class Collectives:
-    """Stands for torch.distributed's functions, and counts for the census that is set."""
+    """Replacements for torch.distributed's functions, which count for the current census. Nodes have `node` GPUs."""
 
     def __init__(self, node: int) -> None:
         self.node = node
@@ -62,7 +62,7 @@ class Collectives:
         self._together: list[Sent] | None = None
 
     def begin(self, census: Census) -> list[Sent]:
-        """Count from here on into the list that is returned."""
+        """Start to count for this census. Returns the list that calls are appended to."""
         self.census = census
         self.calls = []
         return self.calls
@@ -77,18 +77,19 @@ class Collectives:
         _replace(lambda *_, **__: None, "barrier")
 
     def _counted(self, name: str, function: Any) -> Callable[..., Any]:
+        """Return a replacement for a function, with the same parameters."""
         signature = inspect.signature(function)
         at_once = not name.startswith("i")
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
             if name in RECEIVED:
                 calls = []
             else:
-                calls = self._note(name, given.arguments)
-            waited = not given.arguments.get("async_op", not at_once)
+                calls = self._note(name, bound.arguments)
+            waited = not bound.arguments.get("async_op", not at_once)
             if waited:
                 return None
             return SentHandle(calls, self.census)
@@ -96,6 +97,7 @@ class Collectives:
         return call
 
     def _note(self, name: str, given: dict[str, Any]) -> list[Sent]:
+        """Record a call on device tensors between several ranks. Returns a list with the record, or an empty one."""
         argument, times = COUNTED[name]
         tensor = given[argument]
         census = self.census
@@ -118,6 +120,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def _started_together(self, *_: Any, **__: Any) -> Iterator[SentHandle]:
+        """Replace `_coalescing_manager`: yield one handle for all calls that are started inside."""
         outer = self._together
         self._together = []
         try:
@@ -133,5 +136,5 @@ def _replace(function: Any, *names: str) -> None:
 
 
 def _gathered_objects(found: list[Any], value: Any, group: Any = None) -> None:
-    """Every rank brings what this one does."""
+    """Replace `all_gather_object`: fill the list with this rank's value."""
     found[:] = [value] * len(found)

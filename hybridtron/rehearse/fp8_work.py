@@ -1,8 +1,8 @@
-"""Transformer Engine in a rehearsal: its linear layer, outside and inside of a region of FP8, and its recipes.
+"""Stand-ins for Transformer Engine: its linear layer, with and without FP8, and its scaling recipes.
 
-In a region each input of a product is cast to FP8 as it is and transposed (a byte a value each, read once); the
-transposed ones are kept for the backward pass, in place of the inputs. That casts the gradient likewise. A weight that
-was cast in a first micro-batch is kept, both ways, for those that are said not to be the first.
+In an FP8 region each input of a product is cast to FP8 twice, as it is and transposed (read once, one byte per value
+for each). The transposed copy is saved for the backward pass instead of the input. The backward pass casts the gradient
+in the same way. A weight that was cast in the first micro-batch is reused, in both layouts, by later micro-batches.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.autograd.function import once_differentiable
 from hybridtron.rehearse import heard
 from hybridtron.rehearse.stand_ins import Given
 
-REGIONS: list[Any] = []  # recipes of those that are open
+REGIONS: list[Any] = []  # recipes of the open regions; None where FP8 is disabled
 COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}  # input, weight, output; gradients of output and input
 
 
 @contextmanager
 def autocast(given: Given) -> Iterator[None]:
-    """A region; `recipe` was called fp8_recipe."""
+    """Open an FP8 region. Older versions call the argument `recipe` fp8_recipe."""
     REGIONS.append(given.get("recipe", given.get("fp8_recipe")) if given.get("enabled", True) else None)
     try:
         yield
@@ -35,7 +35,7 @@ def autocast(given: Given) -> Iterator[None]:
 
 
 class ScalingStandIn:
-    """How tensors are scaled, with the options that it was given."""
+    """Base class for scaling recipes, which stores its options."""
 
     real: ClassVar[inspect.Signature]
 
@@ -44,19 +44,19 @@ class ScalingStandIn:
 
 
 class DelayedStandIn(ScalingStandIn):
-    """From the greatest values of earlier steps."""
+    """Scaling by the largest values in earlier steps."""
 
 
 class CurrentStandIn(ScalingStandIn):
-    """From the tensor's own greatest value."""
+    """Scaling by the tensor's own largest value."""
 
 
 class BlockStandIn(ScalingStandIn):
-    """Block by block."""
+    """Scaling by each block's largest value."""
 
 
 class GlobalStateStandIn:
-    """What the package knows of its device."""
+    """Stand-in for the package's global state, in which every kind of FP8 is available."""
 
     @staticmethod
     def is_fp8_block_scaling_available() -> tuple[bool, str]:
@@ -64,30 +64,30 @@ class GlobalStateStandIn:
 
 
 class LinearStandIn(nn.Module):
-    """y = x W^T."""
+    """Linear layer without a bias, y = x W^T. In an FP8 region its casts and FP8 products are counted."""
 
     real: ClassVar[inspect.Signature]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        given = self.real.bind(*args, **kwargs).arguments
-        assert given.get("bias") is False, "layers here have no bias"
-        shape = given["out_features"], given["in_features"]
-        self.weight = nn.Parameter(torch.empty(shape, dtype=given.get("params_dtype"), device="cuda"))
+        options = self.real.bind(*args, **kwargs).arguments
+        assert options.get("bias") is False, "layers here have no bias"
+        shape = options["out_features"], options["in_features"]
+        self.weight = nn.Parameter(torch.empty(shape, dtype=options.get("params_dtype"), device="cuda"))
         self.fp8_meta: dict[str, Any] = {}
         self.rounded: tuple[Tensor, Tensor] | None = None
-        self.accumulates: bool = given.get("fuse_wgrad_accumulation", False)
+        self.accumulates: bool = options.get("fuse_wgrad_accumulation", False)
 
     def init_fp8_metadata(self) -> None:
-        """Of delayed scaling: histories and scales."""
+        """Allocate amax histories and scales if the region's recipe is delayed scaling."""
         recipe = REGIONS[-1]
         if isinstance(recipe, DelayedStandIn):
             length = recipe.given.get("amax_history_len", 1024)
             for kind, columns in COLUMNS.items():
-                made = SimpleNamespace(
+                scaling = SimpleNamespace(
                     amax_history=torch.zeros(length, columns, device="cuda"), scale=torch.ones(columns, device="cuda")
                 )
-                self.fp8_meta.setdefault(kind, made)
+                self.fp8_meta.setdefault(kind, scaling)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if not REGIONS or REGIONS[-1] is None:
@@ -101,6 +101,8 @@ class LinearStandIn(nn.Module):
 
 
 class _Fp8Product(torch.autograd.Function):
+    """Autograd function with an FP8 linear layer's casts and products."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: tuple[Tensor, Tensor], accumulates: bool) -> Tensor:
         (plain_x, x8) = _cast(x)
@@ -131,12 +133,13 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As it lies and transposed; of the latter the shape says nothing here."""
-    made = torch.empty_like(x, dtype=torch.uint8), torch.empty_like(x, dtype=torch.uint8)
+    """Count a cast to FP8. Returns x as it is and transposed; both results have the shape of x here."""
+    layouts = torch.empty_like(x, dtype=torch.uint8), torch.empty_like(x, dtype=torch.uint8)
     heard.runs("cast to fp8", x.numel() * (x.element_size() + 2), 0, "torch")
-    return made
+    return layouts
 
 
 def _product(left: Tensor, right: Tensor, made: Tensor, depth: int, read: Tensor | None = None) -> None:
+    """Count an FP8 product over an inner dimension of `depth`. It writes `made`, and reads `read` to accumulate."""
     moved = left.numel() + right.numel() + made.nbytes + (0 if read is None else read.nbytes)
     heard.runs("fp8 mm", moved, 2 * made.numel() * depth, "product")

@@ -1,7 +1,7 @@
-// What torch asks of a CUDA device, answered without one: tensors and autograd of the device "cuda:0" then work as far
-// as nothing is computed. Nothing is allocated and nothing runs; a real device is not touched. The hooks are registered
-// with the preferred priority and before torch is imported, so that a build with CUDA leaves them in place; its guard
-// it registers itself, so ours is put in its place afterwards, by take_the_guard().
+// Simulates the parts of a CUDA device that torch asks about: tensors and autograd of the device "cuda:0" then work as
+// long as nothing is computed. Nothing is allocated or run, and a real device is not touched. The hooks are registered
+// with the preferred priority and before torch is imported, so that a torch build with CUDA leaves them in place. Such a
+// build registers its own device guard, so take_the_guard() replaces that one afterwards.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

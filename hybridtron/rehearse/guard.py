@@ -1,7 +1,7 @@
-"""Makes torch accept a CUDA device that is not there, by a small library (`guard.cpp`) compiled once for each torch.
+"""Makes torch accept a simulated CUDA device, by a small library (`guard.cpp`) compiled once for each torch.
 
-It is loaded before torch is imported, so nothing here imports torch. From then on this process can rehearse and can
-compute on no real GPU.
+The library is loaded before torch is imported, so nothing here imports torch. Afterwards this process can rehearse, but
+it cannot compute on a real GPU.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 from hybridtron import compiled
 
 SOURCE = Path(__file__).with_name("guard.cpp")
-FOLDER = "rehearse"  # of the user's cache
+FOLDER = "rehearse"  # in the user's cache
 
 
 class GuardProblem(Exception):
-    """Why nothing can be rehearsed here, in one line."""
+    """Raised when nothing can be rehearsed here; the message is the reason, on one line."""
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, compiled where that has not been done; call before torch is imported."""
+    """Load the library, and compile it first if necessary. Call before torch is imported. Raises GuardProblem."""
     if "torch" in sys.modules:
         raise GuardProblem("torch is imported already: a rehearsal needs a process of its own")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real GPU stays as it is
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real GPU is left alone
     torch_folder = _torch_folder()
     try:
         loaded = compiled.load(FOLDER, _name(torch_folder), partial(_compile, torch_folder), ctypes.RTLD_GLOBAL)
@@ -40,7 +40,7 @@ def load() -> ctypes.CDLL:
 
 
 def described() -> tuple[bool, str]:
-    """Check whether the library can be loaded or made, and describe its state; nothing is compiled."""
+    """Check whether the library can be loaded or compiled, and describe its state. Nothing is compiled."""
     try:
         damage = compiled.state(FOLDER, _name(_torch_folder()))
     except (compiled.NotBuilt, GuardProblem) as error:
@@ -51,20 +51,21 @@ def described() -> tuple[bool, str]:
 
 
 def _name(torch_folder: Path) -> str:
-    """A file name of all that the library depends on."""
+    """Return the library's file name, with a digest of all its dependencies."""
     text = SOURCE.read_text() + importlib.metadata.version("torch") + str(torch_folder)
     return f"guard-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.so"
 
 
 def _torch_folder() -> Path:
-    """Where torch is, without importing it."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    """Find torch's folder without importing torch. Raises GuardProblem if torch is not installed."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         raise GuardProblem("torch is not installed")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def _compile(torch_folder: Path, target: Path) -> None:
+    """Compile the library against torch's headers into `target`."""
     include = torch_folder / "include"
     linked = torch_folder / "lib"
     options = [

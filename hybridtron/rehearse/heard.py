@@ -1,6 +1,7 @@
-"""The one rehearsal under way in this process, which hears of what torch's operations do not show.
+"""Events of the current rehearsal which torch's operations do not show: waits, copies, other packages' kernels.
 
-It is kept in the module, as torch runs the backward pass on threads of its own, where no context variable is seen.
+Listeners are stored in a module variable, because torch runs the backward pass on its own threads, where context
+variables are not visible.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from typing import Protocol
 
 
 class Listener(Protocol):
-    """What counts a step."""
+    """Receiver of events; the census is one."""
 
     def wait(self, kind: str) -> None:
-        """The line that runs makes the host wait for the device, or a stream for another."""
+        """Handle a wait at the current line: the host waits for the device, or a stream for another stream."""
 
     def add(self, name: str, moved: int, flops: int, kind: str) -> None:
-        """A kernel runs: its bytes and FLOPs."""
+        """Handle another package's kernel, with its bytes and FLOPs."""
 
     @property
     def copies(self) -> Sequence[object]:
-        """Those between host and device that ran beside what is computed."""
+        """Asynchronous copies between host and device so far."""
 
     def arrived(self, copies: range) -> None:
-        """What is computed from now on waits for these of them."""
+        """Handle a wait of all later computation for these copies, given by their index in `copies`."""
 
 
 _listening: list[Listener] = []
@@ -32,7 +33,7 @@ _listening: list[Listener] = []
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside, this one hears."""
+    """Send events to this listener inside the context."""
     _listening.append(listener)
     try:
         yield
@@ -41,23 +42,23 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def waits(kind: str) -> None:
-    """Report a wait."""
+    """Report a wait to all listeners."""
     for listener in _listening:
         listener.wait(kind)
 
 
 def copied() -> int:
-    """How many copies between host and device were asked for."""
+    """Count the asynchronous copies between host and device so far."""
     return sum(len(listener.copies) for listener in _listening)
 
 
 def arrived(copies: range) -> None:
-    """Report that these copies are waited for."""
+    """Report that all computation from now on waits for these copies."""
     for listener in _listening:
         listener.arrived(copies)
 
 
 def runs(name: str, moved: int, flops: int, kind: str) -> None:
-    """Report a kernel of another package; `kind` as of an operation of the census."""
+    """Report another package's kernel; `kind` is that of the census's `Operation`."""
     for listener in _listening:
         listener.add(name, moved, flops, kind)

@@ -1,14 +1,14 @@
-"""How long a kernel of our own takes, as a model: the longest of four things that a GPU does at the same time.
+"""Time model of our own kernels: the longest of four things that a GPU does at the same time.
 
-    bytes       those of its tensors, each read or written once
-    products    those of its tensor-core instructions
-    issue       each scheduler begins one instruction of a warp a cycle, and a warp one every second cycle
-    units       shuffles and shared memory take an instruction of a warp a cycle, on each multiprocessor, and the unit
-                for exp2, logarithms and square roots one every second cycle
+    bytes       memory traffic: each tensor is read or written once
+    products    tensor-core instructions
+    issue       each scheduler issues one warp instruction a cycle, and a warp one every second cycle
+    units       shuffles and shared memory take one warp instruction a cycle, on each multiprocessor; the unit for exp2,
+                logarithms and square roots takes one every second cycle
 
-(CUDA C++ programming guide, throughput of native arithmetic instructions, compute capability 9.0.) The instructions
-are those of the compiled code, times how often its loops run. What the model leaves out is latency that the warps
-which fit on a multiprocessor can't hide: times are floors.
+(CUDA C++ programming guide, throughput of native arithmetic instructions, compute capability 9.0.) Instructions are
+counted in the compiled code, times the trip counts of its loops. The model leaves out latency that the warps on a
+multiprocessor can't hide, so its times are lower bounds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hybridtron.ops.kernel_compiled import CompiledKernel
 from hybridtron.planning.rates import GPU
 from hybridtron.rehearse.launches import KernelLaunch
 
-REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 * 1024, 64, 32  # of one multiprocessor: Hopper and Blackwell
-RESERVED = 1024  # bytes of shared memory that each program takes besides
+REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 * 1024, 64, 32  # limits of one multiprocessor: Hopper and Blackwell
+RESERVED = 1024  # bytes of shared memory that each program takes in addition to its own
 SLOW_UNIT = ("MUFU",)
 SHARED_UNIT = ("SHFL", "LDS", "STS", "LDSM", "STSM", "ATOMS")
 PRODUCT = re.compile(r"[A-Z]+MMA\.(\d+)x(\d+)x(\d+)")
-WIDTHS = {"64": 2, "128": 4, "2": 2, "4": 4}  # of LDS.128, LDSM.16.M88.4
-WARPS_OF_PRODUCT = {"HGMMA": 4}  # that make one together
+WIDTHS = {"64": 2, "128": 4, "2": 2, "4": 4}  # suffix -> words of a thread, as in LDS.128, LDSM.16.M88.4
+WARPS_OF_PRODUCT = {"HGMMA": 4}  # warps that compute one together
 
 
 def _tiles(named: Mapping[str, Any]) -> list[int]:
@@ -43,13 +43,19 @@ def _slices_of_keys(named: Mapping[str, Any]) -> list[int]:
 
 
 def _keys_of_queries(named: Mapping[str, Any]) -> int:
-    """Turns over the keys that a tile of queries sees: a list, or of stretches what a row's tiles have on average."""
+    """Return a loop's trip count over the keys that a tile of queries sees.
+
+    A list of kept keys has a fixed width. For ranges it is the average over a row's tiles.
+    """
     run = named["QUERIES"] * named["total"] // named["length"] + named["most"]
     return -(-(named["width"] if named["KEPT"] else run) // named["KEYS"])
 
 
 def _queries_of_keys(named: Mapping[str, Any]) -> int:
-    """Turns over the queries that see a tile of keys, on average; kept keys of a tile stay up to twice as long."""
+    """Return a loop's average trip count over the queries that see a tile of keys.
+
+    Kept keys are seen for up to twice as long.
+    """
     run = named["KEYS"] + (1 + named["KEPT"]) * named["most"]
     return -(-run * named["length"] // (named["total"] * named["QUERIES"]))
 
@@ -99,12 +105,12 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "ssd.group_gradients": lambda named, _: [named["heads"] // named["groups"] // named["splits"]],
     "ssd.step_gradients": lambda named, _: [named["PARTS"]],
 }
-"""How often the loops of a kernel run, from the outermost one in; a kernel that is not here has none."""
+"""Kernel -> trip counts of its loops, from the outermost in. Kernels that are not listed have no loops."""
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Seconds of each thing, and the warps that fit on a multiprocessor."""
+    """Seconds by each of the four limits, and the number of warps that fit on a multiprocessor."""
 
     bytes: float
     products: float
@@ -114,55 +120,56 @@ class KernelTime:
 
     @property
     def seconds(self) -> float:
-        """The longest."""
+        """The longest of the four."""
         return max(self.bytes, self.products, self.issue, self.units)
 
     @property
     def share(self) -> float:
-        """Of the roofline that its bytes and its products give."""
+        """The kernel's share of the roofline that its bytes and its products give."""
         return max(self.bytes, self.products) / self.seconds
 
     @property
     def bound(self) -> str:
-        """By which of them."""
+        """Name of the limit that takes longest."""
         return max(("bytes", "products", "issue", "units"), key=lambda name: getattr(self, name))
 
 
 def kernel_time(launch: KernelLaunch, compiled: CompiledKernel, moved: int, gpu: GPU) -> KernelTime:
-    """Of one launch."""
+    """Model the time of one launch that moves `moved` bytes."""
     trips = LOOPS[launch.name](launch.named, launch.grid) if launch.name in LOOPS else []
     executed = compiled.executed(trips)
     warps, programs = warps_that_fit(compiled), prod(launch.grid)
-    of_processor = programs * compiled.warps / gpu.processors  # warps
-    cycles = of_processor * sum(executed.values()) / min(4.0, warps / 2)
-    unit_cycles = of_processor * max(_count(executed, SHARED_UNIT), 2 * _count(executed, SLOW_UNIT))
+    warps_of_processor = programs * compiled.warps / gpu.processors
+    cycles = warps_of_processor * sum(executed.values()) / min(4.0, warps / 2)
+    unit_cycles = warps_of_processor * max(_count(executed, SHARED_UNIT), 2 * _count(executed, SLOW_UNIT))
     flops = programs * product_flops(executed, compiled.warps)
     return KernelTime(moved / gpu.bandwidth, flops / gpu.products, cycles / gpu.clock, unit_cycles / gpu.clock, warps)
 
 
 def warps_that_fit(compiled: CompiledKernel) -> int:
-    """On one multiprocessor at a time."""
+    """Return the number of warps that fit on one multiprocessor at a time."""
     registers = -(-compiled.registers // 8) * 8 * 32 * compiled.warps
     programs = min(REGISTERS // registers, WARPS // compiled.warps, PROGRAMS, SHARED // (compiled.shared + RESERVED))
     return programs * compiled.warps
 
 
 def product_flops(executed: Counter[str], warps: int) -> int:
-    """Of one program."""
+    """Return one program's tensor-core FLOPs."""
     total = 0
     for name, times in executed.items():
-        if found := PRODUCT.match(name):
-            rows, columns, depth = map(int, found.groups())
+        if match := PRODUCT.match(name):
+            rows, columns, depth = map(int, match.groups())
             together = WARPS_OF_PRODUCT.get(name.split(".")[0], 1)
             total += 2 * rows * columns * depth * times * warps // together
     return total
 
 
 def _count(executed: Counter[str], names: tuple[str, ...]) -> int:
+    """Count the executed instructions with these names, each by its words of a thread."""
     return sum(_words(name) * times for name, times in executed.items() if name.split(".")[0] in names)
 
 
 def _words(name: str) -> int:
-    """Of four bytes that a thread moves: shared memory gives a warp 128 bytes a cycle."""
+    """Return the four-byte words that a thread moves. Shared memory gives a warp 128 bytes a cycle."""
     _, _, suffix = name.partition(".")
     return max([1, *(words for mark, words in WIDTHS.items() if mark in suffix.split("."))])

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels of our own: which ones, with what, and what they read and write."""
+"""Recorded launches of our own Triton kernels: their arguments, and the bytes that they read and write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from hybridtron.rehearse.census import size_of
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel with all that decides how it is compiled and how often it runs; of tensors the types are kept."""
+    """One distinct launch: a kernel with all that decides its compilation and its trip counts.
+
+    Of tensor arguments only the dtypes are stored.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -25,32 +28,38 @@ class KernelLaunch:
 
     @property
     def name(self) -> str:
-        """`scan.walk`: the function's, after its op's."""
+        """Name of the op and its kernel function, as in `scan.walk`."""
         return kernel_name(self.kernel)
 
     @property
     def named(self) -> dict[str, Any]:
-        """Arguments and options by the names of the kernel's parameters."""
+        """Arguments and options by parameter name."""
         return {**dict(zip(self.kernel.arg_names, self.arguments, strict=False)), **dict(self.options)}
 
     def compiled(self, gpu: GPU) -> MachineCode:
-        """For this GPU; a type stands for a pointer that is aligned."""
-        given = [torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x for x in self.arguments]
-        return compile_for(gpu.capability, self.kernel, given, dict(self.options))
+        """Compile the kernel for this GPU. A dtype becomes an empty tensor, which counts as an aligned pointer."""
+        arguments = [
+            torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x for x in self.arguments
+        ]
+        return compile_for(gpu.capability, self.kernel, arguments, dict(self.options))
 
 
 @dataclass
 class Launches:
-    """Every different launch, in order of its first."""
+    """All distinct launches with their numbers, in the order in which they first occur."""
 
     different: dict[KernelLaunch, int] = field(default_factory=dict)
 
     def note(
         self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[str, int, int]:
-        """The kernel's name, the bytes of the tensors that it is given, each once, and the number of the launch."""
-        types = tuple(each.dtype if isinstance(each, Tensor) else each for each in arguments)
+        """Record a launch.
+
+        Returns the kernel's name, the bytes in its tensor arguments (each tensor once), and the distinct launch's
+        number.
+        """
+        types = tuple(argument.dtype if isinstance(argument, Tensor) else argument for argument in arguments)
         launch = KernelLaunch(kernel, tuple(grid), types, tuple(sorted(options.items())))
         number = self.different.setdefault(launch, len(self.different))
-        moved = sum(size_of(each) for each in arguments if isinstance(each, Tensor))
+        moved = sum(size_of(argument) for argument in arguments if isinstance(argument, Tensor))
         return launch.name, moved, number

@@ -1,7 +1,7 @@
-"""Which tensors exist on the device at every moment of a step, and what made them.
+"""Memory timeline of a step: when tensors on the device are allocated and freed, and by which lines.
 
-A storage is born with the first tensor seen on it and dies when the last one is gone, on whatever thread. What is kept
-is the list of births and deaths in order, from which the sum at every moment follows, and what it consists of.
+A storage's life begins with the first tensor seen on it and ends when the last one is gone, on any thread. The list of
+these changes in order gives the total at every moment, and its division among allocation sites.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from itertools import accumulate
 from torch import Tensor
 
 Holder = tuple[str, str]
-"""The part of the step in which a tensor is made, and the line that makes it."""
+"""Allocation site: a part of the step, and the line that allocates a tensor in it."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Bytes more, or less, of a holder, when `moment` operations have been counted."""
+    """Bytes gained or lost by an allocation site, when `moment` operations have been counted."""
 
     moment: int
     holder: Holder
@@ -30,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Course:
-    """What is held before a stretch of a step, and the changes of it in order."""
+    """Memory timeline for a part of a step: each allocation site's bytes before it, and the changes in order."""
 
     before: Counter[Holder]
     changes: list[Change]
@@ -42,24 +42,24 @@ class Course:
 
     @cached_property
     def at_peak(self) -> Counter[Holder]:
-        """Bytes by holder at the moment at which most are held."""
+        """Bytes by allocation site at the moment when most are held."""
         held = self.before.copy()
         for change in self.changes[: self.total.index(max(self.total)) + 1]:
             held[change.holder] += change.bytes
         return +held
 
     def of(self, holders: Sequence[Holder]) -> list[list[int]]:
-        """Bytes after each change, of each of these holders."""
+        """Return each allocation site's bytes after each change."""
         changes = {holder: [self.before[holder]] for holder in holders}
         for change in self.changes:
             for holder, bytes_ in changes.items():
                 bytes_.append(change.bytes if change.holder == holder else 0)
-        return [list(accumulate(each))[1:] for each in changes.values()]
+        return [list(accumulate(site_changes))[1:] for site_changes in changes.values()]
 
 
 @dataclass
 class LiveMemory:
-    """Births and deaths, in order. `now`: how many operations have been counted."""
+    """Recorder for allocations and releases. `now` returns the number of operations counted so far."""
 
     now: Callable[[], int]
     changes: list[Change] = field(default_factory=list)
@@ -67,7 +67,7 @@ class LiveMemory:
     _known: dict[int, weakref.ref[object]] = field(default_factory=dict)
 
     def note(self, tensor: Tensor, place: str, part: str) -> None:
-        """A tensor has been seen."""
+        """Record the allocation of a tensor's storage, unless it is known and still alive."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)
@@ -85,7 +85,7 @@ class LiveMemory:
         del self._known[key]
 
     def course(self, start: int = 0) -> Course:
-        """From the change with this number on."""
+        """Return the memory timeline from the change with this number on."""
         before: Counter[Holder] = Counter()
         for change in self.changes[:start]:
             before[change.holder] += change.bytes

@@ -1,7 +1,7 @@
-"""A rehearsed step as a picture: what tensors hold in its course, and a bar of where its time goes.
+"""Picture of a rehearsed step: memory over modelled device time, and bars that divide the time by kind of work.
 
-To the right is the modelled time of the device, in the passes and the update of the larger rehearsed step. What a
-tensor holds is coloured by the line that made it: those that hold most at the peak, all others together.
+Memory is shown for the passes and the update in the larger rehearsed step. Its colours are allocation sites: the
+largest ones at the peak have their own, all others share one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hybridtron.rehearse.step_time import operation_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HOLDERS = 7  # lines that have a colour of their own
+HOLDERS = 7  # allocation sites with a colour of their own
 LINE = "{1} ({0})"
 BESIDE: Any = {"frameon": False, "fontsize": "x-small", "loc": "center left", "bbox_to_anchor": (1, 0.5)}
-SMALL = 0.02  # of a step: kinds of work that take less are one
+SMALL = 0.02  # share of a step: kinds of work that take less are drawn as one
 
 
 def draw(found: Sequence[Rehearsed], output: Path) -> None:
-    """A column a rank: memory above, time below."""
+    """Draw a column for each rank, memory above and time below, and save the picture."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10 * len(found), 7), dpi=120, layout="constrained")
@@ -39,14 +39,14 @@ def draw(found: Sequence[Rehearsed], output: Path) -> None:
 
 
 def draw_memory(axes: Axes, rehearsed: Rehearsed) -> None:
-    """Bytes of tensors over the step, by who made them, and what was planned."""
+    """Plot tensor bytes over the step by allocation site, with the planned peak."""
     step = rehearsed.step
     course = rehearsed.step.course
     until = [0.0, *accumulate(seconds_of(rehearsed))]
     moments = [min(max(change.moment - step.passes_of_many.first, 0), len(until) - 1) for change in course.changes]
     milliseconds = [1e3 * until[moment] for moment in moments]
     most = [holder for holder, _ in course.at_peak.most_common(HOLDERS)]
-    holders = sorted(most, key=lambda holder: holder[0] != "build")  # what stays lies at the bottom
+    holders = sorted(most, key=lambda holder: holder[0] != "build")  # permanent tensors at the bottom
     bottom = [0.0] * len(milliseconds)
     for number, (holder, held) in enumerate(zip(holders, course.of(holders), strict=True)):
         top = [low + size / 1e9 for low, size in zip(bottom, held, strict=True)]
@@ -64,14 +64,14 @@ def draw_memory(axes: Axes, rehearsed: Rehearsed) -> None:
 
 
 def seconds_of(rehearsed: Rehearsed) -> list[float]:
-    """Of each operation of the larger step and of its update."""
+    """Return each operation's seconds in the larger step and its update."""
     times = {number: kernel.time for number, kernel in enumerate(rehearsed.kernels)}
     operations = (*rehearsed.step.passes_of_many.operations, *rehearsed.step.update.operations)
-    return [operation_seconds(each, times, rehearsed.gpu) for each in operations]
+    return [operation_seconds(operation, times, rehearsed.gpu) for operation in operations]
 
 
 def draw_time(axes: Axes, rehearsed: Rehearsed) -> None:
-    """The step's milliseconds: a bar for each part, cut by kinds of work, and one for what keeps the device from it."""
+    """Plot a step's milliseconds: a bar for each part by kind of work, and a bar for the device's idle time."""
     bars = {name: dict(kinds) for name, kinds in bars_of(rehearsed).items()}
     kinds = list(dict.fromkeys(kind for kinds in bars.values() for kind in kinds))
     names = list(bars)[::-1]
@@ -87,7 +87,7 @@ def draw_time(axes: Axes, rehearsed: Rehearsed) -> None:
 
 
 def bars_of(rehearsed: Rehearsed) -> Mapping[str, Mapping[str, float]]:
-    """Seconds of a step by part and kind of work; they add up to the step where the host keeps up with the device."""
+    """Return a step's seconds by part and kind of work, and its idle time by reason."""
     time = rehearsed.time
     whole = time.whole
     limit = SMALL * time.seconds
@@ -95,7 +95,7 @@ def bars_of(rehearsed: Rehearsed) -> Mapping[str, Mapping[str, float]]:
     of_kind: defaultdict[str, float] = defaultdict(float)
     for (_, kind), cost in whole.costs.items():
         of_kind[kind] += cost.seconds
-    for (part, kind), cost in sorted(whole.costs.items(), key=lambda each: -each[1].seconds):
+    for (part, kind), cost in sorted(whole.costs.items(), key=lambda item: -item[1].seconds):
         bars[part][kind if of_kind[kind] > limit else "all others"] += cost.seconds
     device = sum(cost.seconds for cost in whole.costs.values())
     stands = {

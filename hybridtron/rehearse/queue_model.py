@@ -1,9 +1,9 @@
-"""Rehearse the GPU queue's parts, and compile all kernels that they launch on the way.
+"""Rehearse the GPU queue's parts, and compile all kernels that they launch.
 
     TRITON_CACHE_DIR=FOLDER python -m hybridtron.rehearse.queue_model FILE --gpu h100
 
-A machine with the same Triton, ptxas and Python, and the same text of our kernels, compiles none of them where it has a
-copy of Triton's cache (`ops/kernel_compiled.compiler_key`).
+With a copy of this Triton cache, a machine with the same Triton, ptxas, Python and kernel sources does not compile them
+again (`ops/kernel_compiled.compiler_key`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rehearse, and write the file."""
+    """Rehearse the queue and write the file. Returns the exit code."""
     parser = argparse.ArgumentParser(description="a rehearsal of the GPU queue, and its kernels compiled")
     parser.add_argument("file", type=Path)
     parser.add_argument("--gpu", default="h100", choices=sorted(GPUS))
@@ -34,22 +34,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def rehearsed(process: RehearsalProcess, recipes: Sequence[str], tiny: bool = False) -> dict[str, Any]:
-    """Steps of recipes, and the ops' calls, as the parts make them."""
-    from hybridtron.ops.kernel_compiled import compiler_key  # what imports torch waits for the guard
+    """Return the modelled steps and calls, as the queue's parts make them, with the versions used."""
+    from hybridtron.ops.kernel_compiled import compiler_key  # modules that import torch wait for the guard
     from hybridtron.proving.gpu.queue import contests, norms
     from hybridtron.proving.gpu.recipes import commit
 
     steps = {recipe: step(process, recipe, tiny) for recipe in recipes}
     if tiny:
-        of_calls = {}
+        work_of_calls = {}
     else:
-        of_calls = process.calls(contests.calls) | process.calls(norms.calls)
-    calls = {key: {"ms": 1e3 * work.seconds, "gb": work.bytes / 1e9} for key, work in of_calls.items()}
+        work_of_calls = process.calls(contests.calls) | process.calls(norms.calls)
+    calls = {key: {"ms": 1e3 * work.seconds, "gb": work.bytes / 1e9} for key, work in work_of_calls.items()}
     return {"gpu": process.gpu.name, "compiler": compiler_key(), "commit": commit(), "steps": steps, "calls": calls}
 
 
 def step(process: RehearsalProcess, recipe: str, tiny: bool) -> dict[str, Any]:
-    """The step's model. Those with fewer rows and tokens are rehearsed for their kernels alone."""
+    """Return the model of a recipe's step. Smaller steps are rehearsed too, only to compile their kernels."""
     from hybridtron.config.resolve import resolve
     from hybridtron.proving.gpu.queue.whole_step import FEW, SHARES, settings, shrunk
     from hybridtron.proving.steps import checked

@@ -1,9 +1,9 @@
-"""Convolutions and scans of mamba-ssm and causal-conv1d in a rehearsal: what they copy, keep and make.
+"""Stand-ins for mamba-ssm's scans and causal-conv1d's convolution: their copies, saved tensors and outputs.
 
-Selective scan: channels of a row lie side by side in memory, or are copied so; an output before the gate, and every
-2,048 tokens two fp32 numbers a state entry, are kept. SSD, in chunks: dt and its sum over a chunk in fp32, a state a
-chunk, and C B^T of a chunk, which the backward pass makes again. Times are floors: bytes and products alone count.
-(The packages' sources, of the versions in signatures.json.)
+Selective scan: a channel's tokens must be contiguous, or are copied. The output before the gate is saved, and for every
+2,048 tokens two fp32 numbers per state entry. SSD, in chunks: dt and its sum over a chunk in fp32, one state per chunk,
+and C B^T per chunk, which the backward pass computes again. Times are lower bounds: only bytes and products count.
+(From the packages' sources, in the versions of signatures.json.)
 
 Legend: B rows, L tokens, C or E channels, N state, H heads, P channels of a head, G groups, Q tokens of a chunk.
 """
@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 from hybridtron.rehearse import heard
 from hybridtron.rehearse.stand_ins import Given
 
-SCANNED = 2048  # tokens of which the selective scan's kernel keeps one state
+SCANNED = 2048  # tokens for which the selective scan's kernel saves one state
 
 
 def causal_conv1d(given: Given) -> Tensor:
-    """Reads and writes a row once; in the backward pass the gradient too."""
+    """Simulate `causal_conv1d_fn`, which reads and writes each row once; backward also reads the gradient."""
     x_BCL = given["x"]
     weight = given["weight"]
     if 1 not in (x_BCL.stride(1), x_BCL.stride(2)):
@@ -44,24 +44,24 @@ class _Conv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.saved_tensors
+        inputs = ctx.saved_tensors
         if 1 not in (grad.stride(1), grad.stride(2)):
             grad = grad.contiguous()
-        made = _gradients(given, ctx.needs_input_grad)
-        _report("conv backward", [*given, grad], made)
-        return made
+        input_grads = _gradients(inputs, ctx.needs_input_grad)
+        _report("conv backward", [*inputs, grad], input_grads)
+        return input_grads
 
 
 def selective_scan(given: Given) -> Tensor | tuple[Tensor, Tensor]:
-    """Of the arguments those that are longer than a channel are copied where tokens do not lie side by side."""
+    """Simulate `selective_scan_fn`. Inputs per token are copied if a channel's tokens are not contiguous."""
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
     tensors = [given.get(name) for name in names]
     per_token = ("u", "delta", "B", "C", "z")
-    laid = [
+    contiguous = [
         x.contiguous() if x is not None and name in per_token and x.stride(-1) != 1 else x
         for name, x in zip(names, tensors, strict=True)
     ]
-    y, last = _SelectiveScan.apply(*laid)
+    y, last = _SelectiveScan.apply(*contiguous)
     if given.get("return_last_state"):
         return (y, last)
     return y
@@ -89,17 +89,17 @@ class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *given, states, y = ctx.saved_tensors
+        *inputs, states, y = ctx.saved_tensors
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        made = _gradients(given, ctx.needs_input_grad)
-        sums = [torch.empty_like(x, dtype=torch.float32) for x in given[3:5]]  # of B and C, over channels
-        _report("selective_scan backward", [*given, states, y, grad], [*made, *sums])
-        return made
+        input_grads = _gradients(inputs, ctx.needs_input_grad)
+        sums = [torch.empty_like(x, dtype=torch.float32) for x in inputs[3:5]]  # of B and C, over channels
+        _report("selective_scan backward", [*inputs, states, y, grad], [*input_grads, *sums])
+        return input_grads
 
 
 def chunk_scan(given: Given) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba-2's scan."""
+    """Simulate `mamba_chunk_scan_combined`, the scan of Mamba-2."""
     names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states", "seq_idx")
     y, last = _ChunkScan.apply(given["chunk_size"], *(given.get(name) for name in names))
     if given.get("return_final_states"):
@@ -123,15 +123,17 @@ class _ChunkScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_of_last: Tensor) -> tuple[Tensor | None, ...]:
-        *given, dt, sums, y = ctx.saved_tensors
-        (_, states, products), made = _inside(given, ctx.chunk), _gradients(given, ctx.needs_input_grad[1:])
+        *inputs, dt, sums, y = ctx.saved_tensors
+        (_, states, products), input_grads = _inside(inputs, ctx.chunk), _gradients(inputs, ctx.needs_input_grad[1:])
         inner = [states, torch.empty_like(states), products, torch.empty_like(products)]
-        _report("ssd backward", [*given, dt, sums, y, grad, *inner], [*made, *inner], 3 * _flops(given, ctx.chunk))
-        return None, *made
+        _report(
+            "ssd backward", [*inputs, dt, sums, y, grad, *inner], [*input_grads, *inner], 3 * _flops(inputs, ctx.chunk)
+        )
+        return None, *input_grads
 
 
 def _inside(given: Sequence[Tensor | None], chunk: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """dt and its sums, states at the ends of chunks, C B^T of each chunk."""
+    """Allocate a pass's inner tensors: dt and its sums, states at the ends of chunks, each chunk's C B^T."""
     x_BLHP = given[0]
     B_BLGN = given[3]
     assert x_BLHP is not None
@@ -145,7 +147,7 @@ def _inside(given: Sequence[Tensor | None], chunk: int) -> tuple[list[Tensor], T
 
 
 def _flops(given: Sequence[Tensor | None], chunk: int) -> int:
-    """C B^T once a group; with x, half of it is seen; states in and out."""
+    """Return the forward FLOPs: C B^T once per group, its product with x (half is masked), states in and out."""
     x_BLHP = given[0]
     B_BLGN = given[3]
     assert x_BLHP is not None

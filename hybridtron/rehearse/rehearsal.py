@@ -1,6 +1,6 @@
-"""A rehearsal from start to end: this process gets a GPU that is not there, takes the steps, and returns the results.
+"""A rehearsal from start to end: this process gets a simulated GPU, takes the steps, and returns the results.
 
-A process can rehearse one kind of GPU, any number of times, and can compute on no real GPU afterwards.
+A process can rehearse one kind of GPU, any number of times. It cannot compute on a real GPU afterwards.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:  # they import torch, which must wait for the guard
     from hybridtron.rehearse.step import RankStep
     from hybridtron.rehearse.step_time import StepTime, Work
 
-INSTALLED = ("flash-attn",)  # packages that a GPU machine is taken to have
+INSTALLED = ("flash-attn",)  # packages that a GPU machine is assumed to have
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One different launch of a kernel of ours: the kernel as compiled, its time, and how often it runs."""
+    """A distinct kernel launch: its compiled code, its time, and the number of its runs."""
 
     name: str
     grid: tuple[int, ...]
-    launches: int  # of the larger step
+    launches: int  # runs in the larger step
     compiled: CompiledKernel
     time: KernelTime
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What one rank was seen to do, what that takes, and what was planned for it."""
+    """Result of rehearsing one rank: the recorded step, its modelled time, and the planned memory."""
 
     gpu: GPU
     phase: ResolvedPhase
@@ -58,36 +58,36 @@ class Rehearsed:
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Tokens in a step, over all ranks."""
         return self.phase.settings.global_batch * self.phase.settings.seq_len
 
     @property
     def tokens_of_micro_batch(self) -> int:
-        """Of one micro-batch of this rank."""
+        """Tokens in one micro-batch, with rows at full length."""
         return self.phase.settings.micro_batch * self.phase.settings.seq_len * self.phase.chunks_together
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU, if all ranks take as long as this one."""
+        """Modelled tokens per second and GPU, if all ranks take as long as this one."""
         return self.tokens / self.time.seconds / self.world
 
     @property
     def expected_tokens_per_second(self) -> float:
-        """The same with what each launch took beside the model where that was measured."""
+        """Tokens per second and GPU, with the measured launch overhead added to the model."""
         return self.tokens / self.time.expected_seconds / self.world
 
     @property
     def mfu(self) -> float:
-        """Share of the GPU's dense bf16 peak that the model's FLOPs take, by the count of `planning/count`."""
+        """Share of the GPU's dense bf16 peak that the model's FLOPs take, as `planning/count` counts them."""
         flops = count(self.phase.model, self.phase.settings.seq_len).flops_per_token
         return flops * self.tokens_per_second / self.gpu.peak
 
 
 class RehearsalProcess:
-    """This process, once it is one with a GPU that is not there."""
+    """This process, once it has a simulated GPU."""
 
     def __init__(self, gpu: GPU, packages: Sequence[str] = INSTALLED) -> None:
-        """These packages of `stand_ins.WORKS` count as installed where they are not here."""
+        """Set up the simulated GPU. The packages (of `stand_ins.WORKS`) count as installed."""
         library = guard.load()
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         from hybridtron.rehearse.absent_gpu import pretend
@@ -97,11 +97,11 @@ class RehearsalProcess:
         self.gpu = gpu
         self.collectives: Collectives = Collectives(gpu.node)
         self.collectives.install()
-        importlib.import_module("hybridtron.rehearse.step")  # megatron-core too, which is to find none of them
-        sys.meta_path.append(StandIns(packages))  # at the end: what is installed is found first
+        importlib.import_module("hybridtron.rehearse.step")  # imports megatron-core, which must not find the stand-ins
+        sys.meta_path.append(StandIns(packages))  # last, so that installed packages are found first
 
     def rehearse(self, phase: ResolvedPhase, world: int, rank: int, compiles: bool = True) -> Rehearsed:
-        """One rank's step. Kernels that are not compiled take as long as their bytes."""
+        """Rehearse one rank's step. Kernels that are not compiled take as long as their bytes."""
         from hybridtron.rehearse.step import rehearse_rank
         from hybridtron.rehearse.step_time import step_time
 
@@ -117,7 +117,7 @@ class RehearsalProcess:
         return Rehearsed(self.gpu, phase, world, step, time, kernels, planned)
 
     def calls(self, named: Callable[[], Iterable[tuple[Key, Callable[[], object]]]]) -> dict[Key, Work]:
-        """What each of these calls takes by itself. They are made on the GPU that is not there."""
+        """Return the launches, bytes, FLOPs and seconds of each call, made on the simulated GPU."""
         from hybridtron.rehearse.census import Census
         from hybridtron.rehearse.launches import Launches
         from hybridtron.rehearse.step import counting
@@ -135,27 +135,34 @@ class RehearsalProcess:
         return {key: work(census.operations[start:end], kernels, self.gpu) for key, (start, end) in ends.items()}
 
     def _kernels(self, operations: Sequence[Operation], launches: Launches) -> Iterator[KernelReport]:
+        """Yield a report for each distinct launch, in order."""
         from hybridtron.ops.kernel_compiled import read
         from hybridtron.rehearse.kernel_time import kernel_time
 
-        made = read(self.gpu.capability, [launch.compiled(self.gpu) for launch in launches.different])
-        for number, (launch, compiled) in enumerate(zip(launches.different, made, strict=True)):
-            own = [each for each in operations if each.kind == "kernel" and each.variant == number]
-            moved = own[0].bytes if own else 0
+        compiled_kernels = read(self.gpu.capability, [launch.compiled(self.gpu) for launch in launches.different])
+        for number, (launch, compiled) in enumerate(zip(launches.different, compiled_kernels, strict=True)):
+            runs = [operation for operation in operations if operation.kind == "kernel" and operation.variant == number]
+            moved = runs[0].bytes if runs else 0
             yield KernelReport(
-                launch.name, launch.grid, len(own), compiled, kernel_time(launch, compiled, moved, self.gpu)
+                launch.name, launch.grid, len(runs), compiled, kernel_time(launch, compiled, moved, self.gpu)
             )
 
 
 def rehearse_calls(gpu: str, calls: str, *given: Any) -> dict[Any, Work]:
-    """For a process of its own: the calls that the function `calls` (`module:name`) makes of what is given."""
+    """Rehearse the calls that the function `calls` (`module:name`) makes with these arguments.
+
+    Run this in its own process, because it sets up the simulated GPU.
+    """
     process = RehearsalProcess(GPUS[gpu])
     module, _, name = calls.partition(":")
     return process.calls(lambda: getattr(importlib.import_module(module), name)(*given))
 
 
 def different_ranks(phase: ResolvedPhase, world: int) -> Sequence[int]:
-    """One of each pipeline rank: Megatron counts tensor ranks first, then data ranks, then pipeline ranks."""
+    """Return one rank of each pipeline rank.
+
+    Megatron counts tensor ranks first, then context and data ranks, then pipeline ranks.
+    """
     parallel = phase.config.parallel
     data = data_parallel(parallel, world)
     return range(0, world, parallel.tensor * parallel.context * data)

@@ -1,4 +1,4 @@
-"""What a rehearsal found, as tables and as plain values."""
+"""Report of a rehearsal: tables for the console, and plain values for JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hybridtron.rehearse.rehearsal import Rehearsed
 from hybridtron.rehearse.step_time import PartTime, Work
 
 PARTS = ("forward", "backward", "update")
-SHOWN = 12  # places that memory is held by
+SHOWN = 12  # allocation sites in the table of memory
 NOT_SEEN = f"Not seen: {UNSEEN}; caches; how well kernels of other packages use a GPU."
 
 
 def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
-    """Everything as plain values; times are a model's."""
+    """Return the results as plain values; times are modelled."""
     step = rehearsed.step
     time = rehearsed.time
     whole = time.whole
@@ -64,38 +64,38 @@ def _part_json(part: PartTime) -> dict[str, Any]:
 
 
 def other_bytes(part: PartTime) -> float:
-    """Of all that is neither a matrix product nor attention."""
+    """Return the bytes of all operations but matrix products and attention."""
     return sum(cost.bytes for (_, kind), cost in part.costs.items() if kind not in ("products", "attention"))
 
 
 def waits_of(rehearsed: Rehearsed) -> Counter[tuple[str, str, str]]:
-    """How often each line waits, in the larger rehearsed step."""
+    """Count the waits by (part, line, kind), in the larger rehearsed step."""
     step = rehearsed.step
     return Counter((wait.part, wait.place, wait.kind) for wait in (*step.passes_of_many.waits, *step.update.waits))
 
 
 def sent_of(rehearsed: Rehearsed) -> dict[tuple[str, str, int, bool, bool], tuple[int, int]]:
-    """(line, kind, ranks, between nodes, hidden) -> calls and bytes, in the larger rehearsed step."""
+    """Return calls and bytes by (line, kind, ranks, between nodes, hidden), in the larger rehearsed step."""
     step = rehearsed.step
-    found: dict[tuple[str, str, int, bool, bool], tuple[int, int]] = {}
+    amounts: dict[tuple[str, str, int, bool, bool], tuple[int, int]] = {}
     passes = step.passes_of_many
     for call in (*passes.sent, *passes.copies, *step.update.sent):
         key = (call.place, call.kind, call.ranks, call.between_nodes, call.waited > call.asked)
-        calls, size = found.get(key, (0, 0))
-        found[key] = calls + 1, size + call.bytes
-    return found
+        calls, size = amounts.get(key, (0, 0))
+        amounts[key] = calls + 1, size + call.bytes
+    return amounts
 
 
 def forms_of(rehearsed: Rehearsed) -> dict[str, list[str]]:
-    """What computed the ops: kernels of our own by op, and attention by other packages' kernels."""
+    """List the kernels that computed the ops: our own by op, and other packages' attention kernels."""
     operations = rehearsed.step.passes_of_many.operations
-    own = {each.name.partition(".")[0] for each in operations if each.kind == "kernel"}
-    attention = {each.name.partition(" ")[0] for each in operations if each.kind == "attention"}
-    return {"kernels": sorted(own), "attention": sorted(attention)}
+    ops = {operation.name.partition(".")[0] for operation in operations if operation.kind == "kernel"}
+    attention = {operation.name.partition(" ")[0] for operation in operations if operation.kind == "attention"}
+    return {"kernels": sorted(ops), "attention": sorted(attention)}
 
 
 def shown_parts(rehearsed: Rehearsed) -> dict[str, Any]:
-    """What a suite keeps of a rank: without places and kernels."""
+    """Return the results of a rank that a suite records: all but source lines and kernels."""
     whole = as_json(rehearsed)
     once = whole["once"]["waits"]
     return {
@@ -113,7 +113,7 @@ def shown_parts(rehearsed: Rehearsed) -> dict[str, Any]:
 
 
 def print_tables(found: Sequence[Rehearsed]) -> None:
-    """For people."""
+    """Print each rank's tables, and the slowest rank's modelled speed."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=140, no_color=True)
@@ -129,7 +129,7 @@ def print_tables(found: Sequence[Rehearsed]) -> None:
             console.print(f"\n{title}", highlight=False, markup=False)
             console.print(table)
     console.print(f"\n{NOT_SEEN}", highlight=False)
-    slowest = max(found, key=lambda one: one.time.seconds)
+    slowest = max(found, key=lambda result: result.time.seconds)
     console.print(launch_line(slowest), highlight=False)
     console.print(
         f"Model, not measured: {slowest.time.seconds:.3f} s a step, {slowest.tokens_per_second:,.0f} tokens/s a GPU, "
@@ -144,7 +144,7 @@ def print_tables(found: Sequence[Rehearsed]) -> None:
 
 
 def launch_line(rehearsed: Rehearsed) -> str:
-    """How long the host launches, beside what it launches, and what helps where that binds."""
+    """Compare a micro-batch's host time with its device time, and suggest a cure if launches bind."""
     part = rehearsed.time.micro_batch
     text = f"The host launches for {1e3 * part.host:.1f} ms what takes {1e3 * part.device:.1f} ms, in a micro-batch"
     if part.host <= part.device:
@@ -154,7 +154,7 @@ def launch_line(rehearsed: Rehearsed) -> str:
 
 
 def tables(rehearsed: Rehearsed) -> Iterable[Table]:
-    """Of one rank."""
+    """Yield one rank's tables."""
     yield _implementations(rehearsed)
     yield _costs(rehearsed)
     if rehearsed.kernels:
@@ -187,7 +187,7 @@ def _implementations(rehearsed: Rehearsed) -> Table:
 
 
 def _costs(rehearsed: Rehearsed) -> Table:
-    """One row a kind of work: a micro-batch's forward and backward pass, and what a step does once."""
+    """Return the cost table, with a row per kind of work: in a micro-batch's passes, and once in a step."""
     time = rehearsed.time
     passes = time.micro_batch.costs
     once: dict[str, Work] = {}

@@ -1,9 +1,9 @@
-"""Signatures of other packages' functions, read from their sources and kept as data, with the version they are of.
+"""Signatures of other packages' functions, taken from their sources and stored with the package's version.
 
     python -m hybridtron.rehearse.signatures flash-attn 2.8.3 FOLDER
 
-reads the functions of a package from a checkout, shows what differs from those that are kept, and keeps the new ones.
-Parameters and their defaults are taken, as text; no code of the package is imported or run.
+reads a package's functions from a checkout, prints the differences from the stored ones, and stores the new ones. Only
+parameters and their defaults (as text) are taken; the package's code is not imported or run.
 """
 
 from __future__ import annotations
@@ -49,42 +49,42 @@ Parameters = list[list[str | None]]  # name, kind, default as text
 
 
 def read(package: str, folder: Path) -> dict[str, Parameters]:
-    """The package's functions and classes that are called here."""
-    found = {}
+    """Read the signatures of a package's functions and classes in SOURCES from a checkout."""
+    signatures = {}
     for file, names in SOURCES[package].items():
         tree = ast.parse((folder / file).read_text())
         named = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        found |= {name: parameters(named[name]) for name in names}
-    return found
+        signatures |= {name: parameters(named[name]) for name in names}
+    return signatures
 
 
 def parameters(node: ast.FunctionDef | ast.ClassDef) -> Parameters:
-    """Of a function; of a class those of its `__init__`, or the fields of a dataclass."""
+    """Return a function's parameters. For a class these are its `__init__`'s, or a dataclass's fields."""
     if isinstance(node, ast.ClassDef):
-        made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-        if made:
-            return parameters(made[0])[1:]
+        constructors = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
+        if constructors:
+            return parameters(constructors[0])[1:]
         return [
-            [each.target.id, "plain", ast.unparse(each.value) if each.value else None]
-            for each in node.body
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            [item.target.id, "plain", ast.unparse(item.value) if item.value else None]
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         ]
-    given = node.args
-    plain = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(plain) - len(given.defaults)) + [ast.unparse(each) for each in given.defaults]
-    found: Parameters = [[each.arg, "plain", default] for each, default in zip(plain, defaults, strict=True)]
-    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        found.append([each.arg, "keyword", None if default is None else ast.unparse(default)])
-    return found
+    arguments = node.args
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(plain) - len(arguments.defaults)) + [ast.unparse(item) for item in arguments.defaults]
+    described: Parameters = [[item.arg, "plain", default] for item, default in zip(plain, defaults, strict=True)]
+    for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        described.append([item.arg, "keyword", None if default is None else ast.unparse(default)])
+    return described
 
 
 def kept() -> dict[str, dict[str, Any]]:
-    """Package -> its version and its functions."""
+    """Read the stored data: package -> its version and its functions."""
     return json.loads(DATA.read_text())
 
 
 def signature(given: Parameters) -> inspect.Signature:
-    """To bind a call to."""
+    """Return a signature that calls can be bound to; defaults are text."""
     kinds = {"plain": inspect.Parameter.POSITIONAL_OR_KEYWORD, "keyword": inspect.Parameter.KEYWORD_ONLY}
     empty = inspect.Parameter.empty
     return inspect.Signature(
@@ -96,7 +96,7 @@ def signature(given: Parameters) -> inspect.Signature:
 
 
 def differences(old: dict[str, Parameters], new: dict[str, Parameters]) -> list[str]:
-    """Lines of a diff, a parameter a line."""
+    """Return a diff between two sets of signatures, with one parameter per line."""
     before, after = (
         [f"{name}: {parameter[0]} = {parameter[2]}" for name, given in functions.items() for parameter in given]
         for functions in (old, new)

@@ -1,8 +1,8 @@
-"""Packages of a GPU machine, where they are not installed: modules made from the signatures that are kept of them.
+"""Stand-ins for packages of a GPU machine that are not installed here: modules made from stored signatures.
 
-Each function takes exactly what the real one takes, and a call that does not fit is a TypeError. What it gives back has
-shapes and no values; what the real one would read, write and keep is counted (`attention_work`, `recurrence_work`,
-`fp8_work`). They are found after all that is installed.
+Each function has exactly the real one's parameters, and a call that does not fit raises a TypeError. Its results have
+shapes and no values. The bytes that the real function would read, write and save are counted (`attention_work`,
+`recurrence_work`, `fp8_work`). Installed packages are found before the stand-ins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridtron.rehearse.signatures import kept, signature
 
-Given = Mapping[str, Any]  # what a call gives, by the names of the parameters
+Given = Mapping[str, Any]  # the arguments of a call, by parameter name
 ROOM = "hybridtron.rehearse"
 WORKS: dict[str, dict[str, dict[str, str]]] = {
     "flash-attn": {
@@ -60,11 +60,11 @@ WORKS: dict[str, dict[str, dict[str, str]]] = {
         },
     },
 }
-"""Package -> module -> name -> what stands for it: `file:function` of this room, which is given what a call gives."""
+"""Package -> module -> name -> its stand-in, as `file:function` of this package, called with the bound arguments."""
 
 
 class StandIns(MetaPathFinder, Loader):
-    """Finds the modules of some packages."""
+    """Import finder and loader for some packages' stand-ins."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         versions = kept()
@@ -74,8 +74,8 @@ class StandIns(MetaPathFinder, Loader):
                 for end in range(module.count(".") + 1):
                     outer = ".".join(module.split(".")[: end + 1])
                     self.modules.setdefault(outer, {"__version__": versions[package]["version"]})
-                given = versions[package]["functions"]
-                self.modules[module] |= {name: (work, given.get(name)) for name, work in works.items()}
+                signatures = versions[package]["functions"]
+                self.modules[module] |= {name: (work, signatures.get(name)) for name, work in works.items()}
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname not in self.modules:
@@ -92,7 +92,7 @@ class StandIns(MetaPathFinder, Loader):
 
 
 def _made(name: str, place: str, parameters: Any) -> Any:
-    """A function with the real one's parameters; what has none that are kept is the stand-in itself."""
+    """Build a stand-in with the stored parameters. Without stored ones it is the function or class itself."""
     file, _, work = place.partition(":")
     does: Callable[[Given], Any] = getattr(importlib.import_module(f"{ROOM}.{file}"), work)
     if parameters is None:
@@ -103,10 +103,10 @@ def _made(name: str, place: str, parameters: Any) -> Any:
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         return does(real.bind(*args, **kwargs).arguments)
 
-    if isinstance(does, type):  # a class that others inherit from
-        made = type(name, (does,), {"real": real})
-        made.__signature__ = real  # type: ignore[attr-defined]
-        return made
+    if isinstance(does, type):  # a class that other code can inherit from
+        subclass = type(name, (does,), {"real": real})
+        subclass.__signature__ = real  # type: ignore[attr-defined]
+        return subclass
     stand_in.__name__ = name
     stand_in.__signature__ = real  # type: ignore[attr-defined]
     return stand_in
@@ -114,7 +114,7 @@ def _made(name: str, place: str, parameters: Any) -> Any:
 
 @contextmanager
 def to_be_found(packages: Sequence[str]) -> Iterator[None]:
-    """Inside, these packages can be looked for; nothing of them may be imported."""
+    """Make these packages appear installed inside the context. Nothing may be imported from them."""
     finder = StandIns(packages)
     sys.meta_path.append(finder)
     try:

@@ -1,9 +1,9 @@
-"""One training step of one rank, by the code that trains, on a GPU that is not there.
+"""One rank's training step on a simulated GPU, taken by the code that trains.
 
-The engine is built as for a run, with weights that have no values. Two steps are counted: one of as many micro-batches
-as fill the pipeline, one of twice as many. What the second has more is what these micro-batches cost; the first
-without them is what a step costs once. So the whole step is known, however many micro-batches it has. Where gradients
-are reduced over ranks, a step is taken before these two.
+The engine is built as for a run, with weights that have no values. Two steps are counted: one with as many
+micro-batches as fill the pipeline, and one with twice as many. Their difference is these micro-batches' cost; the
+remainder of the first is the cost that a step has once. Together they give the cost of a step with any number of
+micro-batches. If gradients are reduced over ranks, another step is taken before these two.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from hybridtron.rehearse.live import Course
 
 @dataclass(frozen=True)
 class CountedPart:
-    """What a part of a step asked for, in order. Of all operations that were counted, `first` is the first one here."""
+    """Operations, waits and communication in a part of a step. `first` is the number of its first operation."""
 
     first: int
     operations: list[Operation]
     waits: list[Wait]
     sent: list[Sent]
-    copies: list[Sent]  # to the host and from it
+    copies: list[Sent]  # between host and device
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,25 @@ class RankStep:
 
     rank: int
     place: groups.Groups
-    implementations: list[tuple[str, str, str]]  # of every op: what runs, and why
-    micro_batches: int  # that the step of a run has
+    implementations: list[tuple[str, str, str]]  # of every op: its name, its implementation, and the reason
+    micro_batches: int  # in a step of the run
     few: int
     many: int
     passes_of_few: CountedPart
     passes_of_many: CountedPart
     update: CountedPart
-    course: Course  # of tensors, over the larger step
+    course: Course  # memory timeline of the larger step
     launches: Launches
-    other_lanes: int = 0  # bytes of carried states, old and new, of lanes that take part in a run's step alone
+    other_lanes: int = 0  # bytes of carried states, old and new, of the lanes that only a run's step has
 
     @property
     def peak(self) -> int:
-        """The most bytes that tensors have."""
+        """Largest number of bytes that tensors take at a time."""
         return max(self.course.total) + self.other_lanes
 
 
 def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Collectives) -> RankStep:
-    """Build the rank's engine and take its steps."""
+    """Build the rank's engine, take its steps, and return the record."""
     parallel = phase.config.parallel
     data = data_parallel(parallel, world)
     micro_batches = phase.settings.global_batch // (phase.settings.micro_batch * data * phase.chunks_together)
@@ -88,7 +88,7 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
             engine = build_engine(phase, place)
             steps = _Steps(phase, engine, census, sent)
             if data * parallel.context > 1:
-                steps.take(few)  # in a run's first step Megatron hides no gradient's reduction
+                steps.take(few)  # Megatron hides no gradient's reduction in the first step of a run
             first, _ = steps.take(few)
             start = len(census.memory.changes)
             second, update = steps.take(many)
@@ -103,11 +103,11 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
 
 @contextmanager
 def counting(census: Census, launches: Launches) -> Iterator[None]:
-    """Nothing is computed inside, and all is counted. Groups over gloo, which checkpoints use, are not formed."""
+    """Count everything inside the context and compute nothing. Gloo groups, for checkpoints, are not formed."""
     core: Any = parallel_state
     kernels: Any = flex_tiles
-    kernels._kernel = flex_kernel  # torch.compile has nothing to compile for
-    flex._mask_of_sizes.cache_clear()  # tensors of one rehearsal are not another's
+    kernels._kernel = flex_kernel  # there is no device that torch.compile could compile for
+    flex._mask_of_sizes.cache_clear()  # its tensors belong to one rehearsal
     for name in ("get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo"):
         setattr(core, name, lambda *_, **__: parallel_state.get_data_parallel_group())
 
@@ -119,13 +119,13 @@ def counting(census: Census, launches: Launches) -> Iterator[None]:
 
 
 def build_engine(phase: ResolvedPhase, place: groups.Groups) -> Engine:
-    """As for a run; every weight comes from a checkpoint that has no values."""
+    """Build the engine as for a run; every weight is loaded from a checkpoint without values."""
     table = parameter_table(phase.config.model)
     return Engine(phase.config, place, lambda name: torch.empty(table[name].shape), phase=phase.index)
 
 
 class _Steps:
-    """Steps of the phase, each counted."""
+    """Runner for the phase's steps, which counts each."""
 
     def __init__(self, phase: ResolvedPhase, engine: Engine, census: Census, sent: list[Sent]) -> None:
         self.phase = phase
@@ -134,7 +134,10 @@ class _Steps:
         self.sent = sent
 
     def take(self, micro_batches: int) -> tuple[CountedPart, CountedPart]:
-        """The passes and the update of a step; where states are carried, of one that starts from states."""
+        """Take a step with this number of micro-batches. Returns its passes and its update.
+
+        If states are carried, another step is taken first, so that this one starts from states.
+        """
         rows = self.phase.settings.micro_batch * micro_batches * self.phase.chunks_together // self.phase.states.chunks
         self.engine.start_phase(self.phase.index, range(rows))
         batches = [self._batch() for _ in range(micro_batches)]
@@ -145,7 +148,7 @@ class _Steps:
         return passes, self._counted("update", lambda: self.engine.step(1e-4))
 
     def other_lanes(self, lanes: int) -> int:
-        """Bytes of what is carried, old and new, of those of all lanes that the last step did not have."""
+        """Return the bytes of carried states, old and new, for the lanes that the last step did not have."""
         carrier = self.engine.carrier
         if carrier is None or not carrier.held:
             return 0
@@ -153,6 +156,7 @@ class _Steps:
         return 2 * held * (lanes - len(carrier.lanes)) // len(carrier.lanes)
 
     def _counted(self, part: str, run: Callable[[], object]) -> CountedPart:
+        """Run a part of the step, and return the records that it has added."""
         census = self.census
         sent = self.sent
         first = len(census.operations)
@@ -164,7 +168,9 @@ class _Steps:
         return CountedPart(first, census.operations[first:], census.waits[waits:], sent[calls:], census.copies[copies:])
 
     def _batch(self) -> Batch:
-        """As the loader makes it, of no values; where ranks share rows, of the rank's own tokens."""
+        """Return a batch as the loader makes it, without values. Under context parallelism it has the rank's own
+        tokens.
+        """
         rows = self.phase.settings.micro_batch
         whole = self.phase.settings.seq_len * self.phase.chunks_together
         context = self.engine.groups.context

@@ -1,16 +1,15 @@
-"""How long a step takes: a model, made of what was counted and of the rates in `rates`, of which one was
-measured: what launches took besides (`expected_seconds`).
+"""Time model of a step, from the recorded operations and the rates in `planning/rates`.
 
     a product           its FLOPs or its bytes, whichever takes longer; attention likewise, at its own rate
-    a kernel of ours    as `kernel_time` says
+    a kernel of ours    as in `kernel_time`
     everything else     its bytes
-    the host            launches; where they take longer than what they start, they count instead
-    a collective        its bytes over the link; what is computed until it is waited for hides it
-    copies to the host  likewise, one after the other in each direction; and from it
+    the host            launches; if they take longer than the device's work, they count instead
+    a collective        its bytes over the link; all that is computed until it is waited for hides it
+    copies to the host  and from it likewise, one after the other in each direction
     a wait              a fixed time
 
-A step's passes cost `once` and a time for each micro-batch; in a pipeline of p ranks with v virtual stages, (p - 1) / v
-micro-batches' time is waited for besides.
+Only one rate was measured: the launch overhead in `expected_seconds`. A step's passes cost `once` and a time for each
+micro-batch; in a pipeline of p ranks with v virtual stages, the bubble adds the time of (p - 1) / v micro-batches.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hybridtron.rehearse.step import CountedPart, RankStep
 
 @dataclass
 class Work:
-    """Of some operations together."""
+    """Sum of operations: launches, bytes, FLOPs and seconds."""
 
     launches: float = 0
     bytes: float = 0
@@ -36,7 +35,7 @@ class Work:
     seconds: float = 0
 
     def add(self, other: Work, times: float = 1) -> None:
-        """Add another as often as it happens."""
+        """Add other work, multiplied by `times`."""
         self.launches += times * other.launches
         self.bytes += times * other.bytes
         self.flops += times * other.flops
@@ -48,35 +47,35 @@ Works = dict[tuple[str, str], Work]  # by part and kind
 
 @dataclass
 class PartTime:
-    """Passes or an update: what the device does, and what keeps it from that."""
+    """Cost of passes or an update: the device's work, exposed communication, and waits."""
 
     costs: Works = field(default_factory=lambda: defaultdict(Work))
-    exposed: float = 0  # seconds of collectives that nothing hides
+    exposed: float = 0  # seconds of collectives and copies that no computation hides
     sent: float = 0  # bytes
     waits: float = 0
 
     @property
     def device(self) -> float:
-        """Seconds of what is computed."""
+        """Device time: the seconds of all operations."""
         return sum(cost.seconds for cost in self.costs.values())
 
     @property
     def launches(self) -> float:
-        """Of the host: one for each operation."""
+        """Launches by the host, one for each operation."""
         return sum(cost.launches for cost in self.costs.values())
 
     @property
     def host(self) -> float:
-        """Seconds in which it launches them."""
+        """Host time: the seconds in which all operations are launched."""
         return LAUNCH_S * self.launches
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds in all: the longer of device and host time, exposed communication, and waits."""
         return max(self.device, self.host) + self.exposed + WAIT_S * self.waits
 
     def plus(self, other: PartTime, times: float = 1) -> PartTime:
-        """With another part, as often as it happens."""
+        """Return this part plus `times` times another."""
         total = PartTime(
             exposed=self.exposed + times * other.exposed,
             sent=self.sent + times * other.sent,
@@ -91,32 +90,32 @@ class PartTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one rank: a step's fixed part with its update, and a micro-batch's."""
+    """Modelled time of one rank's step: a part that a step has once, with its update, and a micro-batch's."""
 
     once: PartTime
     micro_batch: PartTime
     micro_batches: int
-    waiting: float  # micro-batches' times that the pipeline waits
+    waiting: float  # bubble of the pipeline, in micro-batches
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """The step's seconds."""
         return self.once.seconds + (self.micro_batches + self.waiting) * self.micro_batch.seconds
 
     @property
     def expected_seconds(self) -> float:
-        """Of the step, with what each launch took beside the model where that was measured."""
+        """The step's seconds, with the measured launch overhead added to the model."""
         launches = self.once.launches + (self.micro_batches + self.waiting) * self.micro_batch.launches
         return self.seconds + BESIDE_S * launches
 
     @property
     def whole(self) -> PartTime:
-        """All micro-batches and what is done once, without the pipeline's waiting."""
+        """The full step's cost without the pipeline's bubble."""
         return self.once.plus(self.micro_batch, self.micro_batches)
 
 
 def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual: int) -> StepTime:
-    """`kernels`: the time of every different launch of a kernel of our own, by its number."""
+    """Model a step's time. `kernels` has the time of each distinct kernel launch, by its number."""
     few, many = (part_time(part, kernels, gpu) for part in (step.passes_of_few, step.passes_of_many))
     update = part_time(step.update, kernels, gpu)
     more = step.many - step.few
@@ -126,37 +125,37 @@ def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual:
     else:
         micro_batch = PartTime().plus(many, 1 / step.many)
     once = PartTime().plus(many).plus(micro_batch, -step.many).plus(update)
-    if micro_batch.waits < 0:  # where only a run's first step waits, which was that of few
+    if micro_batch.waits < 0:  # some waits are only in a run's first step, here the one of `few`
         micro_batch.waits = 0.0
         once.waits = many.waits + update.waits
     return StepTime(once, micro_batch, step.micro_batches, (step.place.pipeline_size - 1) / virtual)
 
 
 def work(operations: Iterable[Operation], kernels: dict[int, KernelTime], gpu: GPU) -> Work:
-    """All of them together."""
+    """Add up the work of all operations."""
     total = Work()
-    for each in operations:
-        total.add(Work(1, each.bytes, each.flops, operation_seconds(each, kernels, gpu)))
+    for operation in operations:
+        total.add(Work(1, operation.bytes, operation.flops, operation_seconds(operation, kernels, gpu)))
     return total
 
 
 def part_time(part: CountedPart, kernels: dict[int, KernelTime], gpu: GPU) -> PartTime:
-    """Of what was counted."""
-    found = PartTime(waits=len(part.waits))
-    seconds = [operation_seconds(each, kernels, gpu) for each in part.operations]
-    for each, time in zip(part.operations, seconds, strict=True):
-        found.costs[each.part, category(each)].add(Work(1, each.bytes, each.flops, time))
+    """Return a counted part's cost."""
+    total = PartTime(waits=len(part.waits))
+    seconds = [operation_seconds(operation, kernels, gpu) for operation in part.operations]
+    for operation, time in zip(part.operations, seconds, strict=True):
+        total.costs[operation.part, category(operation)].add(Work(1, operation.bytes, operation.flops, time))
     until = [0.0, *accumulate(seconds)]
     for call in part.sent:
-        found.sent += call.bytes
-        found.exposed += exposed_seconds(call, until, part.first, gpu)
-    found.sent += sum(copy.bytes for copy in part.copies)
-    found.exposed += copies_seconds(part.copies, until, part.first, gpu)
-    return found
+        total.sent += call.bytes
+        total.exposed += exposed_seconds(call, until, part.first, gpu)
+    total.sent += sum(copy.bytes for copy in part.copies)
+    total.exposed += copies_seconds(part.copies, until, part.first, gpu)
+    return total
 
 
 def operation_seconds(each: Operation, kernels: dict[int, KernelTime], gpu: GPU) -> float:
-    """Of one operation."""
+    """Return one operation's modelled seconds."""
     if each.kind == "kernel" and each.variant in kernels:
         return kernels[each.variant].seconds
     rate = gpu.rate(each.kind, each.name.partition(" ")[0])
@@ -164,14 +163,20 @@ def operation_seconds(each: Operation, kernels: dict[int, KernelTime], gpu: GPU)
 
 
 def exposed_seconds(call: Sent, until: Sequence[float], first: int, gpu: GPU) -> float:
-    """`until`: the time of all operations before each one."""
+    """Return the seconds for which a call is not hidden by computation.
+
+    `until` has the time before each operation, and `first` is the first operation's number in the census.
+    """
     needed = call.bytes / (gpu.between_nodes if call.between_nodes else gpu.inside_node)
     asked, waited = (min(max(0, index - first), len(until) - 1) for index in (call.asked, call.waited))
     return max(0.0, needed - (until[waited] - until[asked]))
 
 
 def copies_seconds(copies: Sequence[Sent], until: Sequence[float], first: int, gpu: GPU) -> float:
-    """How long what is computed waits for copies between device and host: one after the other, in each direction."""
+    """Return the seconds for which computation waits for copies between device and host.
+
+    Copies in the same direction run one after the other.
+    """
     waited = 0.0
     ends = {TO_HOST: 0.0, FROM_HOST: 0.0}
     for copy in copies:
@@ -186,7 +191,7 @@ NAMES = {"model": "residual stream", "mixers": "copies", "engine": "gradients", 
 
 
 def category(each: Operation) -> str:
-    """Products, attention, or the op that the line belongs to; what mixers do between ops is copies."""
+    """Return an operation's kind of work: product, attention or op. Mixers' operations between ops are copies."""
     if each.kind in ("product", "attention"):
         return {"product": "products"}.get(each.kind, each.kind)
     if each.part == "update":

@@ -1,9 +1,9 @@
-"""Every recipe under every layout, on each rank that differs: which cases there are, and what each one showed.
+"""Rehearsal suite: every recipe under every layout, on each rank that differs.
 
-What a rank of a case showed is kept as a line of a file (`benchmarks/rehearse.jsonl`), with the digest of the code that
-was rehearsed: a suite that was stopped continues where it was, and after a change of the code the oldest lines are
-replaced first. Recipes that start from other weights are rehearsed on the model that they are for (`ORIGINS`), whose
-configuration stands in for a checkpoint.
+A rank's results are stored as a line in a file (`benchmarks/rehearse.jsonl`), with a digest of the rehearsed code. So a
+suite that was stopped can continue. After a change to the code, missing results come first, then older ones are
+replaced. Recipes that start from other weights are rehearsed on the model that they are for (`ORIGINS`), whose
+configuration replaces a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridtron.problems import ConfigError
 from hybridtron.shipped import PACKAGE
 from hybridtron.train.records import read_lines, write_whole
 
-if TYPE_CHECKING:  # it imports torch's guard when it is made
+if TYPE_CHECKING:  # only for types; the process is created by the caller
     from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -39,20 +39,20 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "CP4": (4, ("parallel.context=4",)),
     "TP2 x PP2 x DP2": (8, ("parallel=tensor2_pipeline2",)),
 }
-"""Name -> processes and settings."""
+"""Layout -> number of processes, and settings."""
 ORIGINS = {
     "length/official_130m": "mamba2_130m",
     "length/official_370m": "mamba2_350m",
     "length/official_780m": "mamba2_780m",
     "length/official_1.3b": "mamba2_1.3b",
 }
-ORIGIN = "samba_421m"  # of recipes that continue any checkpoint: it has both kinds of states
-EVERY_RANK = (ORIGIN, "TP2 x PP2 x DP2")  # the case of which all ranks are played, to see which are equal
+ORIGIN = "samba_421m"  # model for recipes that continue any checkpoint: it has both kinds of states
+EVERY_RANK = (ORIGIN, "TP2 x PP2 x DP2")  # the case whose ranks are all rehearsed, to see which are equal
 REHEARSED = (
     *("architecture", "config", "data", "device.py", "engine", "mixers", "model", "ops", "optimizers", "parallel"),
     *("planning", "rehearse"),
 )
-"""The code that a rehearsal depends on: its digest covers these files and the recipes."""
+"""Code that a rehearsal depends on; the digest covers these files and the recipes."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class RecipeCase:
 
     @property
     def world(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return LAYOUTS[self.layout][0]
 
     def config(self) -> Config:
-        """As it would be trained. ConfigError with what the recipe refuses about the layout."""
+        """Load the configuration as it would be trained. Raises ConfigError if the recipe refuses the layout."""
         config = load([*startable(self.recipe), *LAYOUTS[self.layout][1]])
         if problems := check(config, self.world):
             raise ConfigError(problems)
@@ -76,14 +76,14 @@ class RecipeCase:
 
 
 def origin_of(recipe: str) -> str | None:
-    """The recipe whose weights this one starts from."""
+    """Return the recipe whose weights this one starts from, or None."""
     if recipe.startswith("length/"):
         return ORIGINS.get(recipe, ORIGIN)
     return None
 
 
 def startable(recipe: str) -> list[str]:
-    """Settings by which a recipe can be loaded, with what stands in for a checkpoint where it starts from one."""
+    """Return the settings that load a recipe. If it starts from a checkpoint, they name a simulated one."""
     if (origin := origin_of(recipe)) is None:
         return [f"recipe={recipe}"]
     weights = _checkpoint_of(origin, "official" in recipe)
@@ -92,75 +92,78 @@ def startable(recipe: str) -> list[str]:
 
 @cache
 def _checkpoint_of(recipe: str, imported: bool) -> str:
-    """A folder that looks like a checkpoint of the recipe, as far as a configuration asks."""
-    held = load([f"recipe={recipe}", "data.path=/data"])
+    """Write a folder that a configuration accepts as the recipe's checkpoint, and return its path."""
+    config = load([f"recipe={recipe}", "data.path=/data"])
     folder = Path(tempfile.mkdtemp(prefix="rehearsed-weights-"))
-    (folder / "config.yaml").write_text(to_yaml(dataclasses.replace(held, phases=[]) if imported else held))
+    (folder / "config.yaml").write_text(to_yaml(dataclasses.replace(config, phases=[]) if imported else config))
     return str(folder)
 
 
 def all_cases(recipes: Sequence[str] = ()) -> list[RecipeCase]:
-    """Of these recipes, or of all: those of the ablations come last."""
+    """List these recipes' cases, or those of all recipes; ablations come last."""
     names = recipes or sorted(choices_of("recipe"), key=lambda name: (name.startswith("ablations/"), name))
     return [RecipeCase(name, layout) for name in names for layout in LAYOUTS]
 
 
 def slice_of(cases: Sequence[RecipeCase], index: int, count: int, seed: str) -> list[RecipeCase]:
-    """One of `count` slices, which are others with another seed."""
+    """Return one of `count` slices; another seed gives other slices."""
     return [case for case in cases if zlib.crc32(f"{seed} {case}".encode()) % count == index]
 
 
 @cache
 def code_digest() -> str:
-    """Of all that a rehearsal's numbers depend on."""
-    found = hashlib.blake2b(digest_size=6)
+    """Return a digest over all files that a rehearsal's numbers depend on."""
+    digest = hashlib.blake2b(digest_size=6)
     files = [path for name in REHEARSED for path in (PACKAGE / name, *(PACKAGE / name).rglob("*"))]
     for path in sorted([*files, *CONFIGS.rglob("*.yaml")]):
         if path.suffix in (".py", ".cpp", ".yaml", ".json"):
-            found.update(f"{path.name}\n".encode() + path.read_bytes())
-    return found.hexdigest()
+            digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 Key = tuple[str, str, int | None]
-"""Of a record: recipe, layout, and rank, or None for a case that is refused."""
+"""Key of a record: recipe, layout, and rank, or None for a case that is refused."""
 
 
 class SuiteRecords:
-    """What was shown, in a file: a line for each case and rank. Several processes may add to it."""
+    """Results of a suite in a file, with a line for each case and rank. Several processes may add lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, case: RecipeCase, rank: int | None, found: dict[str, Any]) -> None:
-        """Add a line, in place of older ones of the same."""
+        """Append a line; it replaces older lines with the same case and rank."""
         record = {**dataclasses.asdict(case), "rank": rank, "code": code_digest(), **found}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def read(self) -> dict[Key, dict[str, Any]]:
-        """The newest line of each; of a case either what is refused or its ranks."""
-        found: dict[Key, dict[str, Any]] = {}
+        """Read the newest line of each key. For a case they are either its refusal or its ranks."""
+        newest: dict[Key, dict[str, Any]] = {}
         for record in read_lines(self.path):
             recipe, layout, rank = key = record["recipe"], record["layout"], record["rank"]
             others = [
-                other for other in found if other[:2] == (recipe, layout) and (other[2] is None) != (rank is None)
+                other for other in newest if other[:2] == (recipe, layout) and (other[2] is None) != (rank is None)
             ]
             for other in (key, *others):
-                found.pop(other, None)
-            found[key] = record
-        return found
+                newest.pop(other, None)
+            newest[key] = record
+        return newest
 
     def tidy(self) -> None:
-        """Leave the newest lines alone, in order of recipes; no other process may be writing."""
-        found = self.read()
+        """Rewrite the file with only the newest lines, by recipe. No other process may be writing."""
+        newest = self.read()
         order = {(case.recipe, case.layout): number for number, case in enumerate(all_cases())}
-        kept = sorted((key for key in found if key[:2] in order), key=lambda key: (order[key[:2]], key[2] or 0))
-        write_whole(self.path, "".join(json.dumps(found[key]) + "\n" for key in kept))
+        kept = sorted((key for key in newest if key[:2] in order), key=lambda key: (order[key[:2]], key[2] or 0))
+        write_whole(self.path, "".join(json.dumps(newest[key]) + "\n" for key in kept))
 
 
 def ranks_of(case: RecipeCase, config: Config) -> Sequence[int]:
-    """One of each pipeline rank, of those that share rows the last, which holds most; of one case all."""
+    """Return the ranks to rehearse in a case: one for each pipeline rank, and all ranks for EVERY_RANK.
+
+    Among ranks that share rows it is the last, which holds the most.
+    """
     if (case.recipe, case.layout) == EVERY_RANK:
         return range(case.world)
     last = config.parallel.tensor * (config.parallel.context - 1)
@@ -170,9 +173,9 @@ def ranks_of(case: RecipeCase, config: Config) -> Sequence[int]:
 def missing(
     cases: Sequence[RecipeCase], records: SuiteRecords, keeps: bool = False
 ) -> list[tuple[RecipeCase, Config, int]]:
-    """What is to be rehearsed: first what never was, then what older code showed, unless that is kept.
+    """List the ranks to rehearse: first those without a record, then those recorded with older code.
 
-    Cases that are refused are recorded here.
+    The latter are left out if `keeps` is set. Cases that are refused are recorded here.
     """
     shown = records.read()
     digest = code_digest()
@@ -203,7 +206,7 @@ def rehearse_all(
     say: Callable[[str], None],
     compiles: bool = True,
 ) -> bool:
-    """Rehearse and record, until all is done or the time is over; returns whether all is done."""
+    """Rehearse and record until all is done or the time limit is over. Returns True if all is done."""
     start = time.monotonic()
     for number, (case, config, rank) in enumerate(todo):
         spent = time.monotonic() - start
@@ -212,13 +215,13 @@ def rehearse_all(
             return False
         before = time.monotonic()
         try:
-            found = rehearse_case(process, case, config, rank, compiles)
+            result = rehearse_case(process, case, config, rank, compiles)
         except Exception as error:
-            # what one recipe can't do must not hide the others; the page says it, and the exit code
+            # a recipe that fails must not hide the others; the page and the exit code report it
             lines = [line for line in str(error).splitlines() if line.strip()]
-            found = {"failed": f"{type(error).__name__}: {(lines or [''])[0]}"}
-            say(f"{case.recipe}, {case.layout}, rank {rank} failed: {found['failed']}")
-        records.write(case, rank, found)
+            result = {"failed": f"{type(error).__name__}: {(lines or [''])[0]}"}
+            say(f"{case.recipe}, {case.layout}, rank {rank} failed: {result['failed']}")
+        records.write(case, rank, result)
         now = time.monotonic()
         left = (now - start) / (number + 1) * (len(todo) - number - 1)
         say(
@@ -231,7 +234,7 @@ def rehearse_all(
 def rehearse_case(
     process: RehearsalProcess, case: RecipeCase, config: Config, rank: int, compiles: bool
 ) -> dict[str, Any]:
-    """What is recorded of a rank."""
+    """Rehearse one rank in a case, and return the values to record."""
     phase = largest_phase(config)
     rehearsed = process.rehearse(phase, case.world, rank, compiles)
     from hybridtron.rehearse.report import forms_of, shown_parts

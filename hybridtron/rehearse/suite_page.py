@@ -1,4 +1,4 @@
-"""The page of a suite: what every recipe was modelled to do under every layout, and how far the plan is from it."""
+"""Page of a suite: each recipe's modelled step under each layout, compared with its plan."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, ORIGIN, ORIGINS, all_cases
 
 Record = dict[str, Any]
-NEAR = 0.03  # how far the plan's peak may be from the rehearsed one
-SCALARS = 10**5  # bytes of norms and losses that ranks send each other in a step, which no plan counts
+NEAR = 0.03  # relative difference up to which a plan counts as near the rehearsal
+SCALARS = 10**5  # bytes of norms and losses that ranks exchange in a step; no plan counts them
 INTRODUCTION = """# Rehearsed steps
 
 One training step of every recipe under six layouts, run on {gpu} that is not there: made by `make rehearse` from the
@@ -26,7 +26,7 @@ HEADERS = (
 
 
 def page(records: Sequence[Record], digest: str) -> str:
-    """Markdown."""
+    """Render the page as Markdown."""
     shown = [record for record in records if "peak" in record]
     gpu = shown[0]["gpu"].upper() if shown else "a GPU"
     gpus = f"an {gpu}" if gpu.startswith("H") else gpu
@@ -60,14 +60,14 @@ def _nearness(what: str, ratios: Sequence[float]) -> str:
 
 
 def _sent_ratio(record: Record) -> float | None:
-    """Planned over rehearsed traffic; None where there is no more than a few numbers."""
+    """Return planned over rehearsed traffic, or None if only a few numbers are sent."""
     if record["sent"] > SCALARS:
         return record["planned_sent"] / record["sent"]
     return None
 
 
 def _equal_ranks(shown: Sequence[Record]) -> str:
-    """Whether the ranks of which all were played hold and do the same as the others of their pipeline rank."""
+    """Compare the ranks of each pipeline rank, for the case EVERY_RANK, and describe the result in a sentence."""
     case = f"`{EVERY_RANK[0]}` under {EVERY_RANK[1]}"
     ranks = [record for record in shown if (record["recipe"], record["layout"]) == EVERY_RANK]
     world = LAYOUTS[EVERY_RANK[1]][0]
@@ -85,12 +85,12 @@ def _equal_ranks(shown: Sequence[Record]) -> str:
     }
     stages = {record["pipeline_rank"] for record in ranks}
     if len(amounts) == len(stages):
-        found = "no others than"
+        others = "no others than"
     else:
-        found = "others than"
+        others = "others than"
     return (
         f"All {world} ranks of {case} were played: those of a pipeline rank hold (to a KiB), send and take (to a "
-        f"microsecond) {found} each other."
+        f"microsecond) {others} each other."
     )
 
 
@@ -99,21 +99,23 @@ def _table(records: Sequence[Record]) -> Iterator[str]:
     yield f"|---|---|{'---|' * (len(HEADERS) - 2)}"
     rest = " |" * (len(HEADERS) - 3)
     for case in all_cases():
-        own = [record for record in records if (record["recipe"], record["layout"]) == (case.recipe, case.layout)]
-        if not own:
+        case_records = [
+            record for record in records if (record["recipe"], record["layout"]) == (case.recipe, case.layout)
+        ]
+        if not case_records:
             continue
         cells = [f"`{case.recipe}`", case.layout]
-        if failed := [one["failed"] for one in own if "failed" in one]:
+        if failed := [entry["failed"] for entry in case_records if "failed" in entry]:
             yield f"| {' | '.join(cells)} | failed: {failed[0]} |{rest}"
-        elif "refused" in own[0]:
-            refused = own[0]["refused"][0].partition("  ")
+        elif "refused" in case_records[0]:
+            refused = case_records[0]["refused"][0].partition("  ")
             yield f"| {' | '.join(cells)} | refused: `{refused[0]}` {refused[2].partition(': ')[0]} |{rest}"
         else:
-            yield f"| {' | '.join([*cells, *_numbers(_different(own))])} |"
+            yield f"| {' | '.join([*cells, *_numbers(_different(case_records))])} |"
 
 
 def _different(records: Sequence[Record]) -> list[Record]:
-    """One of each pipeline rank."""
+    """Return each pipeline rank's first record, by rank."""
     ordered = sorted(records, key=lambda record: record["rank"])
     return list({record["pipeline_rank"]: record for record in reversed(ordered)}.values())[::-1]
 
@@ -134,11 +136,11 @@ def _numbers(ranks: Sequence[Record]) -> list[str]:
 
 
 def _forms(shown: Sequence[Record]) -> Iterator[str]:
-    """Recipes by what computed their ops, under all layouts together."""
+    """Yield a table of the kernels that computed ops, with their recipes, over all layouts."""
     recipes: dict[tuple[str, str], dict[str, None]] = {}
     for record in shown:
-        found = tuple(", ".join(record["forms"][key]) for key in ("kernels", "attention"))
-        recipes.setdefault((found[0], found[1]), {})[record["recipe"]] = None
+        forms = tuple(", ".join(record["forms"][key]) for key in ("kernels", "attention"))
+        recipes.setdefault((forms[0], forms[1]), {})[record["recipe"]] = None
     yield "| Triton kernels of our own, by op | attention | recipes |"
     yield "|---|---|---|"
     for (kernels, attention), names in sorted(recipes.items()):
@@ -146,10 +148,10 @@ def _forms(shown: Sequence[Record]) -> Iterator[str]:
 
 
 def _missing(records: Sequence[Record]) -> list[str]:
-    """Cases of which nothing is recorded."""
-    there = {(record["recipe"], record["layout"]) for record in records}
+    """List the cases without a record."""
+    recorded = {(record["recipe"], record["layout"]) for record in records}
     lacking: dict[str, list[str]] = {}
     for case in all_cases():
-        if (case.recipe, case.layout) not in there:
+        if (case.recipe, case.layout) not in recorded:
             lacking.setdefault(case.recipe, []).append(case.layout)
     return [f"- `{recipe}`: {', '.join(layouts)}" for recipe, layouts in lacking.items()]

@@ -88,6 +88,9 @@ setup-metrics: $(VENV)/.ready
 setup-dali: $(VENV)/.ready
 	$(BIN)/pip install --quiet "$(DALI)"
 
+# one worker runs the tests that start processes, the other the rest
+TWO_WORKERS = -n 2 --dist loadgroup --no-loadscope-reorder
+
 test: lint types test-fast
 
 lint: $(VENV)/.dev
@@ -99,10 +102,10 @@ types: $(VENV)/.dev
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 test-fast: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(TWO_WORKERS)
 
 test-slow: $(VENV)/.finetune
-	OMP_NUM_THREADS=1 $(BIN)/pytest -rs -m slow $(if $(SLICE),--slice $(SLICE))
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(TWO_WORKERS) --timeout 300 -rs -m slow $(if $(SLICE),--slice $(SLICE))
 
 # what another megatron-core could break
 test-core: $(VENV)/.dev

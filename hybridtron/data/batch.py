@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.rope import RopeOptions
-from hybridtron.ops.documents import document_borders
+from hybridtron.ops.documents import document_boundaries
 from hybridtron.ops.rope import rope_table
 
 Change = Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ class SeqInfo:
     key: seed for the random choices of a training step, equal under every layout; None outside training, where nothing
         is random.
     carried: whether the final states are used. If not, mixers need not copy keys and values for them.
-    borders_E: where documents begin, from `document_borders`. Without it, a kernel that needs it must wait for the
+    boundaries_E: where documents begin, from `document_boundaries`. Without it, a kernel that needs it waits for the
         device.
     share: this rank's sequence shard; None where ranks have full rows.
     """
@@ -80,7 +80,7 @@ class SeqInfo:
     documents_BL: Tensor | None = None
     key: int | None = None
     carried: bool = True
-    borders_E: Tensor | None = None
+    boundaries_E: Tensor | None = None
     share: RowShare | None = None
     _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
     _rope: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
@@ -114,29 +114,29 @@ class SeqInfo:
         """
         if not self._spans:
             rows, length = self.positions_BL.shape
-            borders = range(0, (rows + 1) * length, length)
+            boundaries = range(0, (rows + 1) * length, length)
             if self.documents_BL is not None:
-                if self.borders_E is None:
-                    borders_E = document_borders(self.documents_BL)
+                if self.boundaries_E is None:
+                    boundaries_E = document_boundaries(self.documents_BL)
                 else:
-                    borders_E = self.borders_E
-                borders = borders_E.tolist()
+                    boundaries_E = self.boundaries_E
+                boundaries = boundaries_E.tolist()
             self._spans.extend([] for _ in range(rows))
-            for begin, end in pairwise(borders):
+            for begin, end in pairwise(boundaries):
                 row, first = divmod(begin, length)
                 self._spans[row].append((first, first + end - begin))
         return self._spans
 
-    def bordered(self) -> SeqInfo:
+    def with_boundaries(self) -> SeqInfo:
         """Return a copy with document boundaries computed.
 
         Call it on the CPU, where this does not wait for a device.
         """
         if self.documents_BL is None:
-            borders_E = None
+            boundaries_E = None
         else:
-            borders_E = document_borders(self.documents_BL)
-        with_borders = replace(self, borders_E=borders_E)
+            boundaries_E = document_boundaries(self.documents_BL)
+        with_borders = replace(self, boundaries_E=boundaries_E)
         with_borders.spans()
         return with_borders
 
@@ -153,15 +153,15 @@ class SeqInfo:
 
     def moved(self, move: Change) -> SeqInfo:
         """Return a copy on another device. It keeps the document boundaries that are known."""
-        if self.borders_E is None:
-            borders_E = None
+        if self.boundaries_E is None:
+            boundaries_E = None
         else:
-            borders_E = move(self.borders_E)
+            boundaries_E = move(self.boundaries_E)
         if self.share is None:
             share = None
         else:
             share = self.share.moved(move)
-        return replace(self.map(move), borders_E=borders_E, share=share, _spans=self._spans)
+        return replace(self.map(move), boundaries_E=boundaries_E, share=share, _spans=self._spans)
 
     @staticmethod
     def stream(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> SeqInfo:
@@ -200,9 +200,9 @@ class Batch:
             continues_B = change(self.continues_B)
         return Batch(change(self.tokens_BL), change(self.labels_BL), change(self.mask_BL), seq, continues_B)
 
-    def bordered(self) -> Batch:
+    def with_boundaries(self) -> Batch:
         """Return a copy with document boundaries computed, for use on the host."""
-        return replace(self, seq=self.seq.bordered())
+        return replace(self, seq=self.seq.with_boundaries())
 
     def keyed(self, key: int, carried: bool = True) -> Batch:
         """Return a copy for training.

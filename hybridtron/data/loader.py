@@ -125,7 +125,7 @@ class Loader:
                 for first, group in zip(firsts, batch.split(rows), strict=True)
             ]
         groups = [group.chunks(turns) for group in batch.split(rows)]
-        return [group[turn].bordered() for turn in range(turns) for group in groups]
+        return [group[turn].with_boundaries() for turn in range(turns) for group in groups]
 
     def iterate(self, first_step: int, end_step: int) -> Generator[list[Batch], None, None]:
         """Yield each step's micro-batches, from `first_step` to before `end_step`, on the device.

@@ -122,4 +122,4 @@ def with_share(batch: Batch, parts: Sequence[PartOfRow], part: RowPart) -> Batch
         torch.tensor([piece.behind for piece in parts], device=batch.tokens_BL.device),
         torch.tensor([piece.unbroken for piece in parts], device=batch.tokens_BL.device),
     )
-    return replace(batch, seq=replace(batch.seq, share=share)).bordered()
+    return replace(batch, seq=replace(batch.seq, share=share)).with_boundaries()

@@ -153,7 +153,7 @@ class Heads(Mixer):
         else:
             memory = None
         memory = memory_before(k_BLGK, v_BLGK, window, memory, seq)
-        inputs = AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory, seq.borders_E)
+        inputs = AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory, seq.boundaries_E)
         y_BLHK = (form or self.attention)(inputs)
         if not seq.carried:
             return y_BLHK, {}

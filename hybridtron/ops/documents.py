@@ -20,7 +20,7 @@ def document_starts(documents_BL: Tensor | None) -> Tensor | None:
     return F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=False)
 
 
-def document_borders(documents_BL: Tensor) -> Tensor:
+def document_boundaries(documents_BL: Tensor) -> Tensor:
     """Return the first token of each document in the rows laid end to end, then the last row's end, as int32.
 
     Only the device knows their number, so for a tensor on a GPU the host waits.

@@ -78,7 +78,7 @@ def seq_of_share(seq: SeqInfo, context: ContextGroup) -> SeqInfo:
         behind_B = (documents_BL[:, :first] == shard_BL[:, :1]).sum(1)
         unbroken_B = shard_BL[:, 0] == shard_BL[:, -1]
     share = RowShare(context.size, context.rank, context.group, seq.spans(), share_length, behind_B, unbroken_B)
-    return replace(seq.map(lambda t: t[:, shard].contiguous()), share=share).bordered()
+    return replace(seq.map(lambda t: t[:, shard].contiguous()), share=share).with_boundaries()
 
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])

@@ -183,9 +183,9 @@ class _Steps:
             documents_BL = None
         continues_B = torch.ones(rows, dtype=torch.bool, device="cuda")
         if isolated:
-            borders_E = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
+            boundaries_E = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
         else:
-            borders_E = None
+            boundaries_E = None
         share = None
         if context.size > 1:
             behind_B = torch.zeros(rows, dtype=torch.int64, device="cuda")
@@ -194,7 +194,7 @@ class _Steps:
         seq = SeqInfo(
             zeros_BL(dtype=torch.int64),
             documents_BL,
-            borders_E=borders_E,
+            boundaries_E=boundaries_E,
             share=share,
             _spans=[[(0, length)] for _ in range(rows)],
         )

@@ -109,14 +109,14 @@ def test_borders_of_documents_move_with_a_batch(toy: TokenFolder, documents: Doc
         moved = batch.moved(torch.clone).seq
         assert moved._spans == seq.spans()
         if documents is Documents.isolate:
-            assert seq.borders_E is not None
-            assert seq.borders_E.tolist() == [*begins, 16 * rows]
-            assert moved.borders_E is not None
-            assert torch.equal(moved.borders_E, seq.borders_E)
+            assert seq.boundaries_E is not None
+            assert seq.boundaries_E.tolist() == [*begins, 16 * rows]
+            assert moved.boundaries_E is not None
+            assert torch.equal(moved.boundaries_E, seq.boundaries_E)
         else:
-            assert seq.borders_E is moved.borders_E is None
+            assert seq.boundaries_E is moved.boundaries_E is None
         first = batch.map(lambda tensor: tensor[:1]).seq
-        assert first.borders_E is None
+        assert first.boundaries_E is None
         assert first.spans() == seq.spans()[:1]
 
 
@@ -147,7 +147,7 @@ def test_rows_are_the_same_for_every_number_of_ranks_and_from_every_step(
     start: int,
     shuffle: int,
 ):
-    """Global order, masks and lanes, over epoch borders: these toys have a few hundred tokens, a step reads 128."""
+    """Global order, masks and lanes, over epoch boundaries: these toys have a few hundred tokens, a step reads 128."""
     name = tmp_path_factory.mktemp("toys").name
     a, b = make_folder(first, name=f"{name}a", vocab=9999), make_folder(second, name=f"{name}b", vocab=9999)
     reading = order_of(*mode, seed=seed, shuffle=shuffle)

@@ -57,7 +57,7 @@ def test_rows_of_masked_and_plain_sources(
     start: int,
     ranks: int,
 ):
-    """Packed and in lanes, whole or by ranks, from any step on as a resumed run reads it, over epoch borders."""
+    """Packed and in lanes, whole or by ranks, from any step on as a resumed run reads it, over epoch boundaries."""
     sources = mixed(make_folder, first, second, tmp_path_factory.mktemp("toys").name)
     reading = PhaseOrder(*mode, 16, 8, 2, seed, 100)
     whole = Loader(sources, reading)

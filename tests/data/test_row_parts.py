@@ -26,7 +26,7 @@ READING = PhaseOrder(Order.windows, Documents.isolate, 16, 8, 2, 7, 100)
 def assert_same(found: Batch, wanted: Batch) -> None:
     for name in ("tokens_BL", "labels_BL", "mask_BL", "continues_B"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
-    for name in ("positions_BL", "documents_BL", "borders_E"):
+    for name in ("positions_BL", "documents_BL", "boundaries_E"):
         value = getattr(found.seq, name)
         other = getattr(wanted.seq, name)
         assert (value is None) == (other is None)

@@ -37,7 +37,7 @@ class _Documents(NamedTuple):
 
     sources: np.ndarray
     numbers: np.ndarray
-    borders: np.ndarray
+    boundaries: np.ndarray
 
 
 class Lanes:
@@ -81,11 +81,11 @@ class Lanes:
         spans = []
         while count:
             number = self._round_at(lane, position)
-            sources, documents, borders = self._piece(lane, number)
+            sources, documents, boundaries = self._piece(lane, number)
             offset = position - int(self._ends[number][lane])
-            num_taken = min(count, int(borders[-1]) - offset)
-            new_spans = cut(documents, borders[1:], offset, num_taken)
-            first = int(borders.searchsorted(offset, side="right")) - 1
+            num_taken = min(count, int(boundaries[-1]) - offset)
+            new_spans = cut(documents, boundaries[1:], offset, num_taken)
+            first = int(boundaries.searchsorted(offset, side="right")) - 1
             spans += zip(sources[first : first + len(new_spans)].tolist(), new_spans, strict=True)
             position = position + num_taken
             count = count - num_taken
@@ -96,8 +96,8 @@ class Lanes:
         while self._ends[-1][lane] <= position:
             number = len(self._ends) - 1
             firsts, lasts = self._dealt(number)
-            borders = self._round(number).borders
-            self._ends.append(self._ends[-1] + borders[lasts] - borders[firsts])
+            boundaries = self._round(number).boundaries
+            self._ends.append(self._ends[-1] + boundaries[lasts] - boundaries[firsts])
         return bisect_right(self._ends, position, key=lambda ends: ends[lane]) - 1
 
     def _taken(self, lane: int, number: int) -> _Documents:
@@ -105,23 +105,23 @@ class Lanes:
         firsts, lasts = self._dealt(number)
         first = int(firsts[lane])
         last = int(lasts[lane])
-        sources, documents, borders = self._round(number)
+        sources, documents, boundaries = self._round(number)
         return _Documents(
-            sources[first:last].copy(), documents[first:last].copy(), borders[first : last + 1] - borders[first]
+            sources[first:last].copy(), documents[first:last].copy(), boundaries[first : last + 1] - boundaries[first]
         )
 
     def _cut(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Divide a round among the lanes; return the indexes of each lane's first and last boundary."""
-        borders = self._round(number).borders
-        total = int(borders[-1])
+        boundaries = self._round(number).boundaries
+        total = int(boundaries[-1])
         order = permutation(self._lanes, self._seed, "lanes", number)
         lacking = np.maximum(0, _level(self._ends[number], total) - self._ends[number])
         targets = np.minimum(np.cumsum(lacking[order]), total)  # the level is rounded up
         # A part ends at the document boundary nearest to its target. The error stays in the lane's end, from which the
         # next round's level is computed, so errors do not add up.
-        after = borders.searchsorted(targets)
+        after = boundaries.searchsorted(targets)
         before = np.maximum(after - 1, 0)
-        cuts = np.where(targets - borders[before] < borders[after] - targets, before, after)
+        cuts = np.where(targets - boundaries[before] < boundaries[after] - targets, before, after)
         lasts = np.empty_like(cuts)
         lasts[order] = cuts
         firsts = np.empty_like(cuts)
@@ -135,7 +135,7 @@ class Lanes:
         lengths = []
         places = []
         for source, (stream, share) in enumerate(zip(self._streams, self._shares, strict=True)):
-            begin, end = (stream.border(share * m * self._round_tokens >> GRID_BITS) for m in (number, number + 1))
+            begin, end = (stream.boundary(share * m * self._round_tokens >> GRID_BITS) for m in (number, number + 1))
             chosen, tokens = stream.documents(begin, end)
             sources.append(np.full(len(chosen), source, dtype=np.int32))
             numbers.append(chosen)

@@ -58,8 +58,8 @@ class Mixture:
     """Assignment of training rows to sources: row -> (source, number among the source's rows)."""
 
     def __init__(self, weights: Sequence[float], rows_per_step: int, seed: int) -> None:
-        self._borders = cumulated(weights)
-        smallest = min(end - begin for begin, end in pairwise(self._borders))
+        self._boundaries = cumulated(weights)
+        smallest = min(end - begin for begin, end in pairwise(self._boundaries))
         self._rows_per_step = rows_per_step
         # In K rows a source of weight w has at least w K - 1 rows, as two roundings are off by less than 1/2 each. With
         # K >= 2 / w that is 1 or more: every block has rows of every source.
@@ -69,7 +69,7 @@ class Mixture:
 
     def place(self, row: int) -> tuple[int, int]:
         """Return a row's source, and the row's number among the source's rows."""
-        if len(self._borders) == 2:
+        if len(self._boundaries) == 2:
             return 0, row
         block, offset = divmod(row, self._rows_per_block)
         sources, ranks = self._block(block)
@@ -78,7 +78,7 @@ class Mixture:
 
     def _count(self, source: int, rows: int) -> int:
         """Return how many rows before `rows`, a block boundary, belong to a source."""
-        begin, end = self._borders[source : source + 2]
+        begin, end = self._boundaries[source : source + 2]
         # int, because numpy's integers would overflow here
         rows = int(rows)
         half = 1 << GRID_BITS - 1
@@ -89,7 +89,7 @@ class Mixture:
         first = block * self._rows_per_block
         counts = [
             self._count(source, first + self._rows_per_block) - self._count(source, first)
-            for source in range(len(self._borders) - 1)
+            for source in range(len(self._boundaries) - 1)
         ]
         by_source = np.repeat(np.arange(len(counts), dtype=np.uint8 if len(counts) <= 256 else np.uint16), counts)
         places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])

@@ -82,7 +82,7 @@ class DocumentStream:
 
     def __init__(self, source: DocumentStore, shuffle_tokens: int = 1, seed: int | None = None) -> None:
         self._lengths, self._shard_tokens = source.lengths, np.asarray(source.shard_tokens, dtype=np.int64)
-        self._borders = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))  # shards' first documents
+        self._boundaries = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))  # shards' first documents
         if len(source.lengths) == 0:
             raise ValueError("the source has no documents")
         self.tokens_per_epoch = int(self._shard_tokens.sum())
@@ -102,7 +102,7 @@ class DocumentStream:
             count = count - num_taken
         return spans
 
-    def border(self, position: int) -> int:
+    def boundary(self, position: int) -> int:
         """Return the position where the next document starts, at `position` or later."""
         _, ends, offset = self._block_at(position)
         if offset:
@@ -139,7 +139,7 @@ class DocumentStream:
 
     def _gathered(self, epoch: int) -> _Blocks:
         """Shuffle an epoch's shards, and group them into blocks."""
-        shards = np.flatnonzero(np.diff(self._borders))
+        shards = np.flatnonzero(np.diff(self._boundaries))
         if self._seed is not None:
             shards = shards[permutation(len(shards), self._seed, "shards", epoch)]
         ends = np.cumsum(self._shard_tokens[shards])
@@ -156,7 +156,7 @@ class DocumentStream:
     def _arranged(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a block's documents in order, and each document's end within the block, both int64."""
         shards, cuts, starts = self._blocks(epoch)
-        runs = [self._borders[shard : shard + 2].tolist() for shard in shards[cuts[number] : cuts[number + 1]]]
+        runs = [self._boundaries[shard : shard + 2].tolist() for shard in shards[cuts[number] : cuts[number + 1]]]
         documents = np.concatenate([np.arange(first, end) for first, end in runs])
         lengths = np.concatenate([self._lengths[first:end] for first, end in runs])
         if self._seed is not None:

@@ -40,7 +40,7 @@ INDEX_HEADER = struct.Struct("<QBQQ")  # version, dtype, sequences, document bou
 PACKED_HEADER = struct.Struct("<QBQ")  # version, dtype, tokens
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # codes in both formats
 CUT = (
-    "packed tokens hold no borders but their separator: the first and the last document of a file may be cut, "
+    "packed tokens hold no boundaries but their separator: the first and the last document of a file may be cut, "
     "and count as documents of their own"
 )
 
@@ -59,13 +59,13 @@ def megatron_files(file: Path) -> list[Files]:
 def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """Yield the documents, each made of its sequences in order."""
     file, index = one.files
-    lengths, pointers, borders, dtype = _megatron_index(index)
+    lengths, pointers, boundaries, dtype = _megatron_index(index)
     tokens = _mapped(file, dtype, 0)
     firsts = pointers // dtype.itemsize
     ends = pointers // dtype.itemsize + lengths
     if len(ends) and ends.max() > len(tokens):
         raise InputError(f"{file} is truncated: its index expects {ends.max()} tokens, it has {len(tokens)}")
-    for number, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
+    for number, (first, end) in enumerate(itertools.pairwise(boundaries.tolist())):
         tally.entries += 1
         sequences = [tokens[firsts[place] : ends[place]] for place in range(first, end)]
         if sequences:
@@ -90,10 +90,10 @@ def _megatron_index(index: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
         raise InputError(f"{index} is truncated, or of version {version}; version 1 is known")
     lengths = np.frombuffer(data, "<i4", sequences, start).astype(np.int64)
     pointers = np.frombuffer(data, "<i8", sequences, start + 4 * sequences)
-    borders = np.frombuffer(data, "<i8", documents, start + 12 * sequences)
-    if not documents or borders[-1] > sequences or (np.diff(borders) < 0).any() or (lengths < 0).any():
-        raise InputError(f"{index} is damaged: the borders of its documents don't fit its sequences")
-    return lengths, pointers, borders, dtype
+    boundaries = np.frombuffer(data, "<i8", documents, start + 12 * sequences)
+    if not documents or boundaries[-1] > sequences or (np.diff(boundaries) < 0).any() or (lengths < 0).any():
+        raise InputError(f"{index} is damaged: the boundaries of its documents don't fit its sequences")
+    return lengths, pointers, boundaries, dtype
 
 
 def packed_files(file: Path) -> list[Files]:
@@ -118,12 +118,12 @@ def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Doc
     tokens = _mapped(file, _dtype(code, file), len(header))
     if len(tokens) < count:
         raise InputError(f"{file} is truncated: its header says {count} tokens, it has {len(tokens)}")
-    borders = np.flatnonzero(tokens[:count] == reading.separator)
-    if not len(borders):
+    boundaries = np.flatnonzero(tokens[:count] == reading.separator)
+    if not len(boundaries):
         message = f"{file} has no token {reading.separator}, which parts documents"
         raise InputError(f"{message}; --separator names the one that it was packed with")
     tally.remarks.append(CUT)
-    for first, end in zip([-1, *borders], [*borders, count], strict=True):
+    for first, end in zip([-1, *boundaries], [*boundaries, count], strict=True):
         if end > first + 1:
             tally.entries += 1
             tally.position = int(first) * tokens.itemsize

@@ -48,10 +48,10 @@ def masked(text: str, learned: Learned, vocabulary: Vocabulary) -> tuple[np.ndar
     characters = np.zeros(len(text), np.bool_)
     for first, end in learned.spans:
         characters[first:end] = True
-    borders = sorted({0, len(text), *(chain(*learned.spans) if learned.apart else ())})
+    boundaries = sorted({0, len(text), *(chain(*learned.spans) if learned.apart else ())})
     tokens = [np.empty(0, np.int64)]
     mask = [np.empty(0, np.bool_)]
-    for first, end in pairwise(borders):
+    for first, end in pairwise(boundaries):
         for piece in cut(text[first:end]):
             encoding = tokenizer.encode(piece, add_special_tokens=False)
             begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T

@@ -15,7 +15,7 @@ from hybridtron.determinism import is_deterministic
 from hybridtron.device import compute_capability, optional_package
 from hybridtron.ops.attention.reference import AttentionInputs
 from hybridtron.ops.dispatch import Implementation
-from hybridtron.ops.documents import document_borders
+from hybridtron.ops.documents import document_boundaries
 
 PACKAGE = "flash_attn.flash_attn_interface"  # flash-attn 2; other packages have a `flash_attn` without its functions
 
@@ -54,7 +54,7 @@ class FlashVersion:
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
         """Attend to rows as one batch, or to their documents as sequences of variable length."""
-        q_BLHK, k_BLGK, v_BLGK, window, documents_BL, _, borders_E = inputs
+        q_BLHK, k_BLGK, v_BLGK, window, documents_BL, _, boundaries_E = inputs
         flash = optional_package(self.package).module
         assert flash is not None
         if window is None:
@@ -67,13 +67,13 @@ class FlashVersion:
                     q_BLHK, k_BLGK, v_BLGK, causal=True, window_size=sides, deterministic=is_deterministic()
                 )
             )
-        if borders_E is None:
-            borders_E = document_borders(documents_BL)
+        if boundaries_E is None:
+            boundaries_E = document_boundaries(documents_BL)
         length = documents_BL.shape[1]
         y = flash.flash_attn_varlen_func(
             *(x.flatten(0, 1) for x in (q_BLHK, k_BLGK, v_BLGK)),
-            cu_seqlens_q=borders_E,
-            cu_seqlens_k=borders_E,
+            cu_seqlens_q=boundaries_E,
+            cu_seqlens_k=boundaries_E,
             max_seqlen_q=length,
             max_seqlen_k=length,
             causal=True,

@@ -67,8 +67,8 @@ def remember(
 class AttentionInputs(NamedTuple):
     """Queries, keys and values of a row, with the limits on the keys that a query sees.
 
-    Documents count up along a row; None means a single document. `borders_E` are their boundaries as `document_borders`
-    returns them; if they are given, a kernel that needs them does not wait for the device.
+    Documents count up along a row; None means a single document. `boundaries_E` comes from `document_boundaries`; if it
+    is given, a kernel that needs it does not wait for the device.
     """
 
     q_BLHK: Tensor
@@ -77,7 +77,7 @@ class AttentionInputs(NamedTuple):
     window: int | None = None
     documents_BL: Tensor | None = None
     memory: AttentionMemory | None = None
-    borders_E: Tensor | None = None
+    boundaries_E: Tensor | None = None
 
 
 class SeenKeys(NamedTuple):

@@ -214,9 +214,9 @@ def mixer_error(
     0, the norm enlarges an output near 0 to the size of all others, and the smaller it is, the larger is its gradient.
     One was 30 times the others'.
     """
-    border = length - length // 3
-    documents_BL = torch.stack([(torch.arange(length) >= border).int(), torch.zeros(length, dtype=torch.int32)])
-    positions_BL = torch.stack([torch.arange(length) % border, torch.arange(length)])
+    boundary = length - length // 3
+    documents_BL = torch.stack([(torch.arange(length) >= boundary).int(), torch.zeros(length, dtype=torch.int32)])
+    positions_BL = torch.stack([torch.arange(length) % boundary, torch.arange(length)])
     seq = SeqInfo(positions_BL, documents_BL, key=0)
 
     def made(device: torch.device, kind: torch.dtype, form: str | None) -> list[Tensor]:

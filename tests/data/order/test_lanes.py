@@ -115,7 +115,7 @@ def test_a_round_is_dealt_out_whole(lengths: list[list[int]], lanes: int, seq_le
         ]
         expected = []
         for source, weight in enumerate(weights):
-            edges = [streams[source].border(weight * m * round_tokens // sum(weights)) for m in (number, number + 1)]
+            edges = [streams[source].boundary(weight * m * round_tokens // sum(weights)) for m in (number, number + 1)]
             expected += [(source, document) for document in streams[source].documents(edges[0], edges[1])[0].tolist()]
         assert sorted(itertools.chain(*pieces)) == sorted(expected)
         for lane, piece in zip(laid, pieces, strict=True):

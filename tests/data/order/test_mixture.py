@@ -55,8 +55,8 @@ def test_many_steps_of_slimpajama_are_within_one_row():
     assert [rows(mixture, source, 512 * 1000) for source in range(7)] == [
         512 * round(10 * weight) for weight in SLIMPAJAMA
     ]
-    borders = errors(walk(mixture, 512 * 60), SLIMPAJAMA)[511::512]
-    assert np.abs(borders).max() < 1
+    boundaries = errors(walk(mixture, 512 * 60), SLIMPAJAMA)[511::512]
+    assert np.abs(boundaries).max() < 1
 
 
 def test_small_steps_stay_near_their_shares_between_blocks():

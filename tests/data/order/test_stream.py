@@ -199,7 +199,7 @@ def test_borders_and_documents(toy: Source, shuffle_tokens: int, seed: int | Non
         position += walk[-1][1]
     left = next(i for i, start in enumerate(starts) if start >= begin)
     right = next(i for i, start in enumerate(starts) if start >= begin + more)
-    assert (stream.border(begin), stream.border(begin + more)) == (starts[left], starts[right])
+    assert (stream.boundary(begin), stream.boundary(begin + more)) == (starts[left], starts[right])
     documents, lengths = stream.documents(starts[left], starts[right])
     assert documents.dtype == lengths.dtype == np.int64
     assert list(zip(documents.tolist(), lengths.tolist(), strict=True)) == walk[left:right]

@@ -99,8 +99,8 @@ def test_a_token_is_learned_where_its_last_character_is(
         tokenizer = Tokenizer.from_str(vocabulary.json)
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
         vocabulary = dataclasses.replace(vocabulary, json=tokenizer.to_str())
-    borders = sorted({min(place, len(text)) for place in places})
-    spans = tuple(zip(borders[::2], borders[1::2], strict=False))
+    boundaries = sorted({min(place, len(text)) for place in places})
+    spans = tuple(zip(boundaries[::2], boundaries[1::2], strict=False))
     tokens, mask = masked(text, Learned(spans), vocabulary)
     characters = [place for place, letter in enumerate(text) for _ in letter.encode()]
     ends = np.cumsum([bytes_of(vocabulary.tokenizer())[token] for token in tokens.tolist()])
@@ -124,7 +124,7 @@ def test_a_space_belongs_to_the_word_behind_it(vocabulary: Vocabulary, tmp_path:
 
 
 def test_a_prompt_and_its_completion_are_tokenized_apart(vocabulary: Vocabulary, tmp_path: Path):
-    """The border lies in what would be one token; the source is what the line names."""
+    """The boundary lies in what would be one token; the source is what the line names."""
     record = {"prompt": "Answer: 4", "completion": f"2 {END_OF_TEXT}.", "meta": {"redpajama_set_name": "text"}}
     folder = made(tmp_path, vocabulary, "completion", record, {"prompt": "", "completion": "x"})
     tokenizer = vocabulary.tokenizer()

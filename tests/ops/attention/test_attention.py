@@ -23,7 +23,7 @@ from hybridtron.ops import dispatch
 from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, blocked, flash_attn, remember
 from hybridtron.ops.attention.flash_attn import PACKAGE
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.documents import document_borders
+from hybridtron.ops.documents import document_boundaries
 from hybridtron.planning.rates import GPU, GPUS
 
 CPU_FORMS = pytest.mark.parametrize("form", ["reference", "blocked", "native"])
@@ -341,8 +341,8 @@ def test_flash_does_not_look_for_borders_that_are_known(monkeypatch: pytest.Monk
     q, k, v = inputs()
     with force("flash-attn"):
         looked = attention(AttentionInputs(q, k, v, 4, DOCUMENTS))
-        monkeypatch.setattr(flash_attn, "document_borders", None)
-        known = document_borders(DOCUMENTS)
+        monkeypatch.setattr(flash_attn, "document_boundaries", None)
+        known = document_boundaries(DOCUMENTS)
         assert known.tolist() == [0, 9, 12, 18, 19, 34, 36]
         assert torch.equal(attention(AttentionInputs(q, k, v, 4, DOCUMENTS, None, known)), looked)
 

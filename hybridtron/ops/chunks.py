@@ -25,7 +25,7 @@ class Chunk(Protocol):
     def backward(
         self, state: Tensor, grad_y: Tensor, grad_state: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Return the gradients of per-token inputs (B, T, ...), of parameters, and of the state before the chunk.
+        """Return the gradients for per-token inputs (B, T, ...), for parameters, and for the state before the chunk.
 
         Parameters that are None are left out.
         """

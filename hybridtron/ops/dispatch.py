@@ -98,8 +98,8 @@ class Implementation(Generic[Inputs, Outputs]):
         """Return the reason why this implementation cannot run on a device at all, or None."""
         if self.device not in (device, "any"):
             return f"for {self.device}"
-        if self.package is not None and (found := optional_package(self.package)).module is None:
-            return found.reason
+        if self.package is not None and (package := optional_package(self.package)).module is None:
+            return package.reason
         if (reason := self.missing()) is not None:
             return reason
         if is_deterministic() and not self.repeats_bits():
@@ -132,27 +132,29 @@ class Op(Generic[Inputs, Outputs]):
         if name is not None:
             return self.named(name)
         device = device_of(inputs)
-        for each in self.implementations:
-            if each.unavailable_reason(device) is None and each.unsupported_reason(inputs) is None:
-                return each
+        for implementation in self.implementations:
+            if implementation.unavailable_reason(device) is None and implementation.unsupported_reason(inputs) is None:
+                return implementation
         return self.reference
 
     def named(self, name: str) -> Implementation[Inputs, Outputs]:
         """Return the implementation with this name; raise ValueError if there is none."""
         every = (self.reference, *self.implementations)
-        for each in every:
-            if each.name == name:
-                return each
-        raise ValueError(f"{self.name} has no implementation {name!r}: {[each.name for each in every]}")
+        for implementation in every:
+            if implementation.name == name:
+                return implementation
+        raise ValueError(
+            f"{self.name} has no implementation {name!r}: {[implementation.name for implementation in every]}"
+        )
 
     def choice(self, device: str) -> tuple[str, str]:
         """Return the name of the implementation tried first on a device, and the reason in words."""
         skipped: dict[str, list[str]] = {}
-        for each in self.implementations:
-            reason = each.unavailable_reason(device)
+        for implementation in self.implementations:
+            reason = implementation.unavailable_reason(device)
             if reason is None:
-                return each.name, _reasons(skipped) or "first choice"
-            skipped.setdefault(reason, []).append(each.name)
+                return implementation.name, _reasons(skipped) or "first choice"
+            skipped.setdefault(reason, []).append(implementation.name)
         return "reference", _reasons(skipped) or "only implementation"
 
 

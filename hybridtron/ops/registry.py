@@ -48,9 +48,11 @@ def torch_alone() -> dict[str, str]:
     faster = {"native", "onednn"}
     replacements = {}
     for name, op in OPS.items():
-        each = next(
-            e for e in (*op.implementations, op.reference) if e.name not in faster and not e.unavailable_reason("cpu")
+        replacement = next(
+            implementation
+            for implementation in (*op.implementations, op.reference)
+            if implementation.name not in faster and not implementation.unavailable_reason("cpu")
         )
         if op.choice("cpu")[0] in faster:
-            replacements[name] = each.name
+            replacements[name] = replacement.name
     return replacements

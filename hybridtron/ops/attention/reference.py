@@ -46,16 +46,16 @@ def remember(
     """
     batch, length = k_BLGK.shape[:2]
     if documents_BL is None:
-        own_B = torch.full((batch,), length, device=k_BLGK.device)
-        whole_B = torch.ones(batch, dtype=torch.bool, device=k_BLGK.device)
+        in_last_document_B = torch.full((batch,), length, device=k_BLGK.device)
+        is_one_document_B = torch.ones(batch, dtype=torch.bool, device=k_BLGK.device)
     else:
-        own_B = (documents_BL == documents_BL[:, -1:]).sum(1)
-        whole_B = own_B == length
+        in_last_document_B = (documents_BL == documents_BL[:, -1:]).sum(1)
+        is_one_document_B = in_last_document_B == length
     keys, values = joined(memory, k_BLGK, v_BLGK)
     if memory is None:
-        length_B = own_B
+        length_B = in_last_document_B
     else:
-        length_B = own_B + torch.where(whole_B, memory.length_B, 0)
+        length_B = in_last_document_B + torch.where(is_one_document_B, memory.length_B, 0)
     if keep is None:
         return AttentionMemory(keys, values, length_B)
     missing = max(0, keep - keys.shape[1])

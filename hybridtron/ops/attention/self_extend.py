@@ -41,11 +41,12 @@ def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions
     keys = with_memory(inputs)
     (_, length, _, head_dim) = inputs.q_BLHK.shape
     total = keys.keys_BSGK.shape[1]
-    own_BL = places.positions_BL
-    back_M = torch.arange(total - length, 0, -1, device=own_BL.device)
-    positions_BS = torch.cat((own_BL[:, :1] - back_M, own_BL), dim=1)  # remembered tokens come just before the row
+    query_positions_BL = places.positions_BL
+    back_M = torch.arange(total - length, 0, -1, device=query_positions_BL.device)
+    # remembered tokens come just before the row
+    positions_BS = torch.cat((query_positions_BL[:, :1] - back_M, query_positions_BL), dim=1)
     begin = by.neighbours - by.neighbours // by.group
-    far_q = _turned(inputs.q_BLHK, own_BL // by.group + begin - own_BL, places)
+    far_q = _turned(inputs.q_BLHK, query_positions_BL // by.group + begin - query_positions_BL, places)
     far_k = _turned(keys.keys_BSGK, positions_BS // by.group - positions_BS, places)
     values_BSGK = at_least_fp32(keys.values_BSGK)
     outputs = []

@@ -142,7 +142,7 @@ class DeltaChunk:
     def backward(
         self, state_BHNP: Tensor, grad_y_BTHP: Tensor, grad_state_BHNP: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Return the gradients of (v, q, k, beta, g), of no parameters, and of the chunk's initial state."""
+        """Return the gradients for (v, q, k, beta, g), for no parameters, and for the chunk's initial state."""
         decay = self.decay
         grad_y_BHTP = grad_y_BTHP.transpose(1, 2)
         w_BHTP = self._corrections(self.from_start_2BHTN @ state_BHNP)
@@ -162,10 +162,10 @@ class DeltaChunk:
         grad_before_BHNP = decay.whole_BHG1 * grad_state_BHNP
         through_BH1N = (grad_before_BHNP * state_BHNP).sum(-1).unsqueeze(2)
         grad_g_BHTG = decay.grad_g(gain_BHTG, decay.by_gate(self.k_BHTN * to_state_BHTN), decay.by_gate(through_BH1N))
-        grad_q_BHTN, grad_found_BHTN = grad_read_2BHTN + of_state_2BHTN
+        grad_q_BHTN, grad_lookup_BHTN = grad_read_2BHTN + of_state_2BHTN
         grad_before_BHNP += (self.from_start_2BHTN.mT @ grad_2BHTP).sum(0)
         grads = (
-            grad_v_BHTP, grad_q_BHTN, grad_found_BHTN + grad_k_BHTN + to_state_BHTN, (w_BHTP * grad_u_BHTP).sum(-1),
+            grad_v_BHTP, grad_q_BHTN, grad_lookup_BHTN + grad_k_BHTN + to_state_BHTN, (w_BHTP * grad_u_BHTP).sum(-1),
             grad_g_BHTG,
         )  # fmt: skip
         return tuple(grad.transpose(1, 2) for grad in grads), (), grad_before_BHNP

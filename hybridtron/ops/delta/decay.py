@@ -74,7 +74,7 @@ class ChunkDecay:
         return x_BHTN
 
     def grad_g(self, gain_BHTG: Tensor, loss_BHTG: Tensor, through_BH1G: Tensor) -> Tensor:
-        """Return the gradient of g, the sum of three parts.
+        """Add up the three parts of g's gradient.
 
         `gain_BHTG` is the gradient of S through reading, `loss_BHTG` that of S_T - S_j through writing to the state
         after the chunk, and `through_BH1G` belongs to the state that decays through the full chunk. g_t is in S_i for t

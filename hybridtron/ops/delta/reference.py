@@ -48,8 +48,8 @@ def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
         if starts_BL is not None:
             h_BHNP = h_BHNP.masked_fill(starts_BL[:, t, None, None, None], 0)
         h_BHNP = g[:, t].exp().unsqueeze(3) * h_BHNP
-        found_BHP = (k[:, t].unsqueeze(3) * h_BHNP).sum(2)
-        written_BHP = beta[:, t].unsqueeze(2) * (v[:, t] - found_BHP)
+        retrieved_BHP = (k[:, t].unsqueeze(3) * h_BHNP).sum(2)
+        written_BHP = beta[:, t].unsqueeze(2) * (v[:, t] - retrieved_BHP)
         h_BHNP = h_BHNP + k[:, t].unsqueeze(3) * written_BHP.unsqueeze(2)
         outputs.append((q[:, t].unsqueeze(3) * h_BHNP).sum(2))
     return (torch.stack(outputs, dim=1) if outputs else v).to(inputs.v_BLHP.dtype), h_BHNP

@@ -131,7 +131,7 @@ class GLAChunk:
     def backward(
         self, state_BHNP: Tensor, grad_y_BTHP: Tensor, grad_state_BHNP: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Return the gradients of (v, q, k, g), of no parameters, and of the chunk's initial state."""
+        """Return the gradients for (v, q, k, g), for no parameters, and for the chunk's initial state."""
         grad_y_BHTP = grad_y_BTHP.transpose(1, 2)
         grad_q_BHTN = self._of_first_document(self.since_start_BHTN * (grad_y_BHTP @ state_BHNP.mT))
         grad_k_BHTN = self.to_end_BHTN * (self.v_BHTP @ grad_state_BHNP.mT)

@@ -73,9 +73,9 @@ class SummedGradients:
         x_CD = self.x_ND[part]
         if self.of_x_ND is not None:
             room_CD = self.of_x_ND[part]
-            made_CD = matrix_product(ProductInputs(of_logits_CV, self.weight_VD, room_CD))
-            if made_CD is not room_CD:
-                room_CD.copy_(made_CD)
+            product_CD = matrix_product(ProductInputs(of_logits_CV, self.weight_VD, room_CD))
+            if product_CD is not room_CD:
+                room_CD.copy_(product_CD)
         if not self.wanted.of_weight:
             return
         if self.of_weight_VD is None:
@@ -112,8 +112,8 @@ def _sums_of(part: slice, inputs: LinearCrossEntropyInputs, gradients: SummedGra
         sums = share.join(sums)
     lse_C = sums.greatest_C + sums.sum_C.log()
     if any(gradients.wanted):
-        given = SoftmaxGradientsInputs(logits_CV, labels_C, mask_N[part], lse_C, z_loss)
-        gradients.add(part, softmax_gradients(given))
+        gradient_inputs = SoftmaxGradientsInputs(logits_CV, labels_C, mask_N[part], lse_C, z_loss)
+        gradients.add(part, softmax_gradients(gradient_inputs))
     return lse_C, sums.picked_C
 
 

@@ -78,14 +78,14 @@ def linear_cross_entropy(inputs: LinearCrossEntropyInputs) -> Loss:
     if share is None:
         return cross_entropy(CrossEntropyInputs(logits_TV, labels_T, mask_T, z_loss))
     wide_TV = torch.where(mask_T[..., None], at_least_fp32(logits_TV), 0.0)
-    own = softmax_sums(SoftmaxSumsInputs(wide_TV.flatten(0, -2), labels_T.flatten() - share.first))
-    joined = share.join(SoftmaxSums(*(values.detach() for values in own)))
+    shard_sums = softmax_sums(SoftmaxSumsInputs(wide_TV.flatten(0, -2), labels_T.flatten() - share.first))
+    joined = share.join(SoftmaxSums(*(values.detach() for values in shard_sums)))
     lse_T = (joined.greatest_C + joined.sum_C.log()).view(mask_T.shape)
-    # As lse = log sum_r exp(own lse of r), its gradient by the own lse is exp(own lse - lse), and that by picked is 1.
-    own_lse_T = wide_TV.logsumexp(-1)
-    own_part_T = (own_lse_T - lse_T).exp().detach()
-    lse_T = lse_T + own_part_T * (own_lse_T - own_lse_T.detach())
-    picked_T = (joined.picked_C + own.picked_C - own.picked_C.detach()).view(mask_T.shape)
+    # As lse = log sum_r exp(lse of shard r), its gradient by a shard's lse is exp(shard lse - lse), by picked 1.
+    shard_lse_T = wide_TV.logsumexp(-1)
+    shard_part_T = (shard_lse_T - lse_T).exp().detach()
+    lse_T = lse_T + shard_part_T * (shard_lse_T - shard_lse_T.detach())
+    picked_T = (joined.picked_C + shard_sums.picked_C - shard_sums.picked_C.detach()).view(mask_T.shape)
     return summed_loss(lse_T, picked_T, mask_T, z_loss)
 
 

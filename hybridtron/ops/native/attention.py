@@ -92,12 +92,12 @@ class _NativeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BLHK, k_BSGK, v_BSGK, *made = ctx.saved_tensors  # read once: recomputation returns it only once
+        q_BLHK, k_BSGK, v_BSGK, *outputs = ctx.saved_tensors  # read once: recomputation returns it only once
         wide = wide_type(q_BLHK)
         grad_y_BLHK = readable(grads[0])
         grad_q_BLHK = like(q_BLHK)
         grad_k_BSGK, grad_v_BSGK = (like(x, wide).zero_() for x in (k_BSGK, v_BSGK))  # several pieces add to them
-        task = _task(ctx.plan, q_BLHK, k_BSGK, v_BSGK, *made)
+        task = _task(ctx.plan, q_BLHK, k_BSGK, v_BSGK, *outputs)
         task.grad_y, task.grad_q = Tokens.of(grad_y_BLHK), Tokens.of(grad_q_BLHK)
         task.grad_k, task.grad_v = Tokens.of(grad_k_BSGK), Tokens.of(grad_v_BSGK)
         call(f"attention_backward_{scalar(wide)}", task, threads(q_BLHK.numel() / WORTH))

@@ -58,9 +58,9 @@ def library() -> NativeLibrary:
 
 def missing() -> str | None:
     """Return the reason why compiled forms can't run here, or None if they can."""
-    found = library()
-    if found.functions is None:
-        return found.reason
+    loaded = library()
+    if loaded.functions is None:
+        return loaded.reason
     return None
 
 
@@ -175,7 +175,7 @@ def cgroups(root: Path, own: str) -> list[Path]:
     """
     below = next((line.removeprefix("0::/") for line in own.splitlines() if line.startswith("0::/")), "")
     folder = root / below
-    return [root, *(one for one in (folder, *folder.parents) if root in one.parents and ".." not in one.parts)]
+    return [root, *(path for path in (folder, *folder.parents) if root in path.parents and ".." not in path.parts)]
 
 
 def quota(root: Path) -> int:

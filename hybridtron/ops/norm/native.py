@@ -39,8 +39,8 @@ def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
         x = inputs.x
         added = inputs.added
         if x.shape != added.shape or torch.promote_types(x.dtype, added.dtype) != x.dtype:
-            given = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
-            return f"adds tensors of one shape, the second no wider than the first, {given}"
+            difference = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
+            return f"adds tensors of one shape, the second no wider than the first, {difference}"
     return None
 
 

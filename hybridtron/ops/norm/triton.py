@@ -26,8 +26,8 @@ def _unsupported_sum_reason(inputs: AddRMSNormInputs) -> str | None:
     x = inputs.x
     added = inputs.added
     if x.shape != added.shape or torch.promote_types(x.dtype, added.dtype) != x.dtype:
-        given = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
-        return f"the kernels add tensors of one shape, the second no wider than the first, {given}"
+        difference = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
+        return f"the kernels add tensors of one shape, the second no wider than the first, {difference}"
     return _unsupported_reason(inputs)
 
 

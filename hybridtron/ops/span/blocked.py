@@ -93,22 +93,22 @@ def _blocks(x_BSGK: Tensor, part: ChunkRun, block: int) -> Tensor:
 
 def _read(x_BSGK: Tensor, part: ChunkRun, block: int) -> Tensor:
     """Gather keys or values of a run: its chosen blocks, then its own tokens; (rows x chunks, G, ..., K)."""
-    own = _cut_up(x_BSGK, part.rows, part.keys, part.chunks)
+    own_tokens = _cut_up(x_BSGK, part.rows, part.keys, part.chunks)
     if part.chosen_RGTC is None:
-        return own
+        return own_tokens
     rows, _, chunks, count = part.chosen_RGTC.shape
-    read = own.new_empty(*own.shape[:2], count * block + own.shape[2], own.shape[3])
-    read[:, :, count * block :] = own
-    into = read[:, :, : count * block].unflatten(2, (count, block)).unflatten(0, (rows, chunks))
+    gathered = own_tokens.new_empty(*own_tokens.shape[:2], count * block + own_tokens.shape[2], own_tokens.shape[3])
+    gathered[:, :, count * block :] = own_tokens
+    into = gathered[:, :, : count * block].unflatten(2, (count, block)).unflatten(0, (rows, chunks))
     into.copy_(_blocks(x_BSGK, part, block)[_index(part)].transpose(1, 2))
-    return read
+    return gathered
 
 
 def _add(total_BSGK: Tensor, grad: Tensor, part: ChunkRun, block: int) -> None:
     """Add the gradient of a run's gathered keys or values to the places that they were gathered from."""
-    own = part.keys.stop - part.keys.start
+    own_count = part.keys.stop - part.keys.start
     rows = part.rows.stop - part.rows.start
-    of_own = grad[:, :, -(own // part.chunks) :].transpose(1, 2).unflatten(0, (rows, part.chunks))
+    of_own = grad[:, :, -(own_count // part.chunks) :].transpose(1, 2).unflatten(0, (rows, part.chunks))
     total_BSGK[part.rows, part.keys].unflatten(1, (part.chunks, -1)).add_(of_own)
     if part.chosen_RGTC is None:
         return
@@ -125,10 +125,10 @@ def _steps(
         count = 0
     else:
         count = part.chosen_RGTC.shape[-1] * block
-    own = (part.keys.stop - part.keys.start) // part.chunks
+    own_count = (part.keys.stop - part.keys.start) // part.chunks
     for start in range(0, part.size, BLOCK):
         stop = min(start + BLOCK, part.size)
-        before = count + own - part.size + start
+        before = count + own_count - part.size + start
         shape = (stop - start, before, count)
         if (mask := masks.get(shape)) is None:
             ones = torch.ones(stop - start, before + stop - start, dtype=torch.bool)
@@ -152,8 +152,8 @@ class _BlockedSpanAttention(torch.autograd.Function):
             y_part, sums_part = (x[part.rows, part.queries].unflatten(1, (part.chunks, -1)) for x in (y, sums_BLH))
             for here, mask in _steps(part, q, cut.block, masks):
                 seen = mask.shape[1]
-                made, sums = _flash(asking[:, :, here], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask)
-                y_part[:, :, here] = made.transpose(1, 2).unflatten(0, (rows, -1))
+                y_here, sums = _flash(asking[:, :, here], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask)
+                y_part[:, :, here] = y_here.transpose(1, 2).unflatten(0, (rows, -1))
                 sums_part[:, :, here] = sums.transpose(1, 2).unflatten(0, (rows, -1))
         ctx.save_for_backward(q, k, v, y, sums_BLH)
         ctx.cut = cut

@@ -48,9 +48,9 @@ def places_of(inputs: SpanInputs) -> SpanPlaces:
         here = segment.keys(length, total)
         (chunks, blocks) = counted[segment.rows.start]
         places = torch.arange(segment.first_place, segment.end_place, device=device)
-        own = (places + cut.shift) // cut.chunk - cut.chunks(segment).start
-        key_chunks_BS[rows, here] = torch.where(own < 0, NOWHERE, own + chunks)
-        query_chunks_BL[rows, segment.start : segment.stop] = own[segment.kept :] + chunks
+        chunk_numbers = (places + cut.shift) // cut.chunk - cut.chunks(segment).start
+        key_chunks_BS[rows, here] = torch.where(chunk_numbers < 0, NOWHERE, chunk_numbers + chunks)
+        query_chunks_BL[rows, segment.start : segment.stop] = chunk_numbers[segment.kept :] + chunks
         key_blocks_BS[rows, here] = (places - segment.first_place) // cut.block + blocks
         held = -(-(segment.end_place - segment.first_place) // cut.block)
         if chosen_RGTC is not None:
@@ -71,9 +71,9 @@ def mask_of(places: SpanPlaces, share: int) -> Callable[[Tensor, Tensor, Tensor,
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         chunk = places.query_chunks_BL[b, query]
-        own = (chunk == places.key_chunks_BS[b, key]) & (key <= query + before)
+        in_own_chunk = (chunk == places.key_chunks_BS[b, key]) & (key <= query + before)
         chosen = places.table_BGTU[b, h // share, chunk, key_blocks_BS[b, key]]
-        return own | (chosen & (places.key_blocks_BS[b, key] >= 0))
+        return in_own_chunk | (chosen & (places.key_blocks_BS[b, key] >= 0))
 
     return sees
 
@@ -88,9 +88,9 @@ def tiles_of(places: SpanPlaces) -> Tensor:
     total = places.key_chunks_BS.shape[1]
     last_Q = torch.arange(queries_BQT.shape[1], device=queries_BQT.device) * TILE + TILE - 1
     first_C = torch.arange(key_chunks_BCT.shape[1], device=queries_BQT.device) * TILE
-    own_BQC = (queries_BQT @ key_chunks_BCT.mT > 0) & (first_C <= last_Q[:, None] + total - length)
+    in_own_chunk_BQC = (queries_BQT @ key_chunks_BCT.mT > 0) & (first_C <= last_Q[:, None] + total - length)
     chosen_BGQC = queries_BQT[:, None] @ places.table_BGTU.float() @ key_blocks_BCU[:, None].mT > 0
-    return own_BQC[:, None] | chosen_BGQC
+    return in_own_chunk_BQC[:, None] | chosen_BGQC
 
 
 def _held(numbers_BN: Tensor, count: int) -> Tensor:

@@ -109,8 +109,8 @@ def known_of(
     """
     q_BLHK, k_BSGK, v_BSGK = heads
     under_way = segment.seen % cut.block
-    own = segment.keys(q_BLHK.shape[1], k_BSGK.shape[1])
-    here = slice(own.start + segment.kept - under_way, own.stop)
+    segment_keys = segment.keys(q_BLHK.shape[1], k_BSGK.shape[1])
+    here = slice(segment_keys.start + segment.kept - under_way, segment_keys.stop)
     row = q_BLHK[segment.rows, segment.start : segment.stop].detach()
     k_RNGK, v_RNGK = (x[segment.rows, here].detach() for x in (k_BSGK, v_BSGK))
     if past is not None and segment.seen:

@@ -111,12 +111,12 @@ def _visible(cut: SpanCut, segment: SpanSegment, chosen_RGTC: Tensor | None, dev
     chunks_S = (places_S + cut.shift) // cut.chunk
     places_L = places_S[segment.kept :]
     chunks_L = chunks_S[segment.kept :]
-    own_LS = (chunks_L[:, None] == chunks_S) & (places_S <= places_L[:, None])
+    in_own_chunk_LS = (chunks_L[:, None] == chunks_S) & (places_S <= places_L[:, None])
     if chosen_RGTC is None:
-        return own_LS[None, None]
+        return in_own_chunk_LS[None, None]
     blocks_S = (places_S - segment.first_place) // cut.block
     table_RGTU = chosen_table(chosen_RGTC, int(blocks_S[-1]) + 1)
-    return own_LS | table_RGTU[:, :, chunks_L - cut.chunks(segment).start][..., blocks_S]
+    return in_own_chunk_LS | table_RGTU[:, :, chunks_L - cut.chunks(segment).start][..., blocks_S]
 
 
 class SpanInputs(NamedTuple):

@@ -95,10 +95,10 @@ class Kept(NamedTuple):
 
     def sees(self, tiles: Tiles) -> Tensor:
         total = self.until_RS.shape[1]
-        own_TQ = (tiles.queries_TQ % self.length + total - self.length)[..., None]
+        query_places_TQ = (tiles.queries_TQ % self.length + total - self.length)[..., None]
         from_TW = tiles.keys_TW % total
         until_TW = self.until_RS.flatten()[tiles.keys_TW]
-        return (from_TW[:, None] <= own_TQ) & (own_TQ < until_TW[:, None])
+        return (from_TW[:, None] <= query_places_TQ) & (query_places_TQ < until_TW[:, None])
 
     def tiles(self) -> Tiles:
         (rows, total) = self.until_RS.shape
@@ -121,19 +121,22 @@ def parts_of(seen: Seen, length: int) -> Iterator[PatternPart]:
 def stretches_of(seen: Seen, length: int) -> Iterator[tuple[Stretch, int]]:
     """Yield the stretch for each rule but `best`, with the maximum number of keys that a query sees in it."""
     budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, _ = seen
-    own_RL = documents_RS[:, -length:].contiguous()
+    documents_RL = documents_RS[:, -length:].contiguous()
     if budget.recent:
-        yield stretch(own_RL, own_RL, documents_RS, budget.recent), budget.recent
+        yield stretch(documents_RL, documents_RL, documents_RS, budget.recent), budget.recent
     if budget.first:
-        whole = stretch(own_RL, own_RL, documents_RS, documents_RS.shape[1])
+        whole = stretch(documents_RL, documents_RL, documents_RS, documents_RS.shape[1])
         yield whole._replace(end_RL=torch.minimum(whole.end_RL, whole.first_RL + budget.first)), budget.first
     if budget.strided:
         at_stride_RS = (places_RS + 1) % budget.stride == 0
-        yield stretch(own_RL, own_RL, torch.where(at_stride_RS, documents_RS, -1), budget.strided), budget.strided
+        yield (
+            stretch(documents_RL, documents_RL, torch.where(at_stride_RS, documents_RS, -1), budget.strided),
+            budget.strided,
+        )
     if query_bins_RL is not None and key_bins_RS is not None:
         bins = torch.maximum(query_bins_RL.max(), key_bins_RS.max()) + 1
         key_class_RS = torch.where(documents_RS < 0, -1, documents_RS * bins + key_bins_RS)
-        yield stretch(own_RL * bins, own_RL * bins + query_bins_RL, key_class_RS, budget.bin), budget.bin
+        yield stretch(documents_RL * bins, documents_RL * bins + query_bins_RL, key_class_RS, budget.bin), budget.bin
 
 
 def stretch(own_RL: Tensor, query_class_RL: Tensor, key_class_RS: Tensor, most: int) -> Stretch:
@@ -145,7 +148,7 @@ def stretch(own_RL: Tensor, query_class_RL: Tensor, key_class_RS: Tensor, most: 
     total = key_class_RS.shape[1]
     index_S = torch.arange(total, device=key_class_RS.device)
     sorted_RS, order_RS = (key_class_RS * total + index_S).sort(dim=1)
-    begin_RL, first_RL = (torch.searchsorted(sorted_RS, each * total) for each in (own_RL, query_class_RL))
+    begin_RL, first_RL = (torch.searchsorted(sorted_RS, class_RL * total) for class_RL in (own_RL, query_class_RL))
     end_RL = torch.searchsorted(sorted_RS, query_class_RL * total + index_S[-length:], right=True)
     return Stretch(order_RS, begin_RL, torch.maximum(first_RL, end_RL - most), end_RL)
 
@@ -171,14 +174,14 @@ def kept(documents_RS: Tensor, scores_RS: Tensor, length: int, most: int) -> Kep
     until_RS.scatter_(1, before_RC, total - length)
     candidates: list[Tensor] = []
     for start in range(total - length, total, TILE):
-        own_Q = index_S[start : start + TILE]
-        found_RW = torch.cat((before_RC, own_Q.expand(rows, -1)), dim=1)
-        ranks_RQW = _ranks(documents_RS.gather(1, found_RW), scores_RS.gather(1, found_RW), len(own_Q))
-        among_RQW = (ranks_RQW < most) & (own_Q[:, None] >= found_RW[:, None])
-        until_RS.scatter_add_(1, found_RW, among_RQW.sum(1))
-        candidates.append(F.pad(found_RW, (0, most + TILE - found_RW.shape[1]), value=-1))
+        tile_Q = index_S[start : start + TILE]
+        candidates_RW = torch.cat((before_RC, tile_Q.expand(rows, -1)), dim=1)
+        ranks_RQW = _ranks(documents_RS.gather(1, candidates_RW), scores_RS.gather(1, candidates_RW), len(tile_Q))
+        among_RQW = (ranks_RQW < most) & (tile_Q[:, None] >= candidates_RW[:, None])
+        until_RS.scatter_add_(1, candidates_RW, among_RQW.sum(1))
+        candidates.append(F.pad(candidates_RW, (0, most + TILE - candidates_RW.shape[1]), value=-1))
         last_RK = ranks_RQW[:, -1].argsort(dim=1)[:, :most]
-        before_RC = found_RW.gather(1, last_RK).sort(dim=1).values
+        before_RC = candidates_RW.gather(1, last_RK).sort(dim=1).values
     end_RS = torch.searchsorted(documents_RS.contiguous(), documents_RS.contiguous(), right=True)
     return Kept(torch.minimum(until_RS, end_RS), torch.stack(candidates, dim=1), length)
 

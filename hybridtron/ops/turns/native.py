@@ -71,8 +71,8 @@ class _NativeAngles(torch.autograd.Function):
     def backward(ctx: Any, grad_BLHS: Tensor) -> tuple[Tensor, Tensor, None]:
         steps_BLH, rates_BLS, starts_BL = ctx.saved_tensors
         of_steps_BLH, of_rates_BLS = (grad_BLHS.new_empty(tensor.shape) for tensor in (steps_BLH, rates_BLS))
-        given = {"grad_y": readable(grad_BLHS), "grad_steps": of_steps_BLH, "grad_rates": of_rates_BLS}
-        _call_angles("backward", steps_BLH, rates_BLS, starts_BL, given)
+        gradients = {"grad_y": readable(grad_BLHS), "grad_steps": of_steps_BLH, "grad_rates": of_rates_BLS}
+        _call_angles("backward", steps_BLH, rates_BLS, starts_BL, gradients)
         return of_steps_BLH.to(steps_BLH.dtype), of_rates_BLS.to(rates_BLS.dtype), None
 
 
@@ -111,12 +111,12 @@ class _NativeTurn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        angles_BLHS, *made = ctx.saved_tensors
+        angles_BLHS, *outputs = ctx.saved_tensors
         turns = _turns(angles_BLHS)
         of_tokens = []
         of_biases = []
         of_angles_BLHS = torch.empty_like(turns[0])
-        for grad_BLHN, y_BLHN in zip(grads, made, strict=True):
+        for grad_BLHN, y_BLHN in zip(grads, outputs, strict=True):
             rows, length, heads, size = y_BLHN.shape
             of_x_BLGN = y_BLHN.new_empty(rows, length, ctx.groups, size)
             of_bias = of_angles_BLHS.new_empty(token_blocks(rows * length), heads, size)
@@ -127,8 +127,8 @@ class _NativeTurn(torch.autograd.Function):
             call(f"turns_backward_{scalar(of_bias.dtype)}", task, threads(y_BLHN.numel() / WORTH))
             of_tokens.append(of_x_BLGN)
             of_biases.append(first_part(of_bias))
-        found = (*of_tokens, *of_biases, of_angles_BLHS)
-        return tuple(grad.to(kind) for grad, kind in zip(found, ctx.kinds, strict=True))
+        input_grads = (*of_tokens, *of_biases, of_angles_BLHS)
+        return tuple(grad.to(kind) for grad, kind in zip(input_grads, ctx.kinds, strict=True))
 
 
 def _turns(angles_BLHS: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,6 +138,7 @@ def _turns(angles_BLHS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _task(y_BLHN: Tensor, groups: int, turns: tuple[Tensor, Tensor]) -> TurnsTask:
-    (rows, length, heads, size), (cos, sin) = y_BLHN.shape, map(Tokens.of, turns)
+    (rows, length, heads, size) = y_BLHN.shape
+    (cos, sin) = map(Tokens.of, turns)
     sizes = {"rows": rows, "length": length, "heads": heads, "size": size, "groups": groups}
     return TurnsTask(**sizes, angles=turns[0].shape[3], cos=cos, sin=sin)

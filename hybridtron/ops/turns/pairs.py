@@ -32,35 +32,35 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *fields: Tensor) -> tuple[Tensor, ...]:
         *tokens, k_bias_HN, q_bias_HN, angles_BLHS = fields
-        there_BLHS = torch.polar(torch.ones_like(angles_BLHS), angles_BLHS)
-        made = []
+        rotation_BLHS = torch.polar(torch.ones_like(angles_BLHS), angles_BLHS)
+        outputs = []
         for x_BLGN, bias_HN in zip(tokens, (k_bias_HN, q_bias_HN), strict=True):
             wide = at_least_fp32(x_BLGN)
             by_group = wide.unsqueeze(3) + bias_HN.to(wide.dtype).unflatten(0, (x_BLGN.shape[2], -1))
             x_BLHN = _even(by_group.flatten(2, 3))
-            _pairs(x_BLHN, angles_BLHS.shape[3]).mul_(there_BLHS)
-            made.append(x_BLHN.to(x_BLGN.dtype))
-        ctx.save_for_backward(angles_BLHS, *made)
+            _pairs(x_BLHN, angles_BLHS.shape[3]).mul_(rotation_BLHS)
+            outputs.append(x_BLHN.to(x_BLGN.dtype))
+        ctx.save_for_backward(angles_BLHS, *outputs)
         ctx.groups = tokens[0].shape[2]
         ctx.kinds = (k_bias_HN.dtype, q_bias_HN.dtype)
-        return tuple(made)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        angles_BLHS, *made = ctx.saved_tensors
-        back_BLHS = torch.polar(torch.ones_like(angles_BLHS), -angles_BLHS)
+        angles_BLHS, *outputs = ctx.saved_tensors
+        inverse_BLHS = torch.polar(torch.ones_like(angles_BLHS), -angles_BLHS)
         of_angles_BLHS = torch.zeros_like(angles_BLHS)
         of_tokens = []
         of_biases = []
-        for grad_BLHN, y_BLHN, kind in zip(grads, made, ctx.kinds, strict=True):
-            wide = torch.empty(grad_BLHN.shape, dtype=back_BLHS.real.dtype, device=grad_BLHN.device).copy_(grad_BLHN)
+        for grad_BLHN, y_BLHN, kind in zip(grads, outputs, ctx.kinds, strict=True):
+            wide = torch.empty(grad_BLHN.shape, dtype=inverse_BLHS.real.dtype, device=grad_BLHN.device).copy_(grad_BLHN)
             wide = _even(wide)
             y_BLHN = _even(at_least_fp32(y_BLHN))
             of_pairs = _pairs(wide, angles_BLHS.shape[3])
             pairs = _pairs(y_BLHN, angles_BLHS.shape[3])
             of_angles_BLHS += (pairs.conj() * of_pairs).imag
-            of_pairs.mul_(back_BLHS)
+            of_pairs.mul_(inverse_BLHS)
             of_tokens.append(wide.unflatten(2, (ctx.groups, -1)).sum(3).to(grad_BLHN.dtype))
             of_biases.append(wide.sum((0, 1)).to(kind))
         return *of_tokens, *of_biases, of_angles_BLHS

@@ -75,6 +75,8 @@ def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
 def turned(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate the channel pairs on the last axis of x by their angles, which broadcast over its other axes."""
     pairs = x[..., : 2 * angles.shape[-1]].unflatten(-1, (-1, 2))
-    (one, other), cos, sin = pairs.unbind(-1), angles.cos(), angles.sin()
-    rotated = torch.stack((one * cos - other * sin, one * sin + other * cos), dim=-1).flatten(-2)
+    (first, second) = pairs.unbind(-1)
+    cos = angles.cos()
+    sin = angles.sin()
+    rotated = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
     return torch.cat((rotated, x[..., rotated.shape[-1] :]), dim=-1)

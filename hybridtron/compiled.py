@@ -59,29 +59,29 @@ def compiler() -> Path:
     """Find a C++ compiler: only $CXX if it is set, else the first one on the path. Raises NotBuilt."""
     chosen = os.environ.get("CXX")
     for name in (chosen,) if chosen else COMPILERS:
-        if found := shutil.which(name):
-            return Path(found).resolve()
+        if program := shutil.which(name):
+            return Path(program).resolve()
     raise NotBuilt(f"CXX={chosen} is no program" if chosen else f"no C++ compiler ({', '.join(COMPILERS)}; CXX=...)")
 
 
 def load(folder: str, name: str, make: Callable[[Path], None], mode: int = ctypes.DEFAULT_MODE) -> LoadedLibrary:
     """Load a library from the user's cache; `make` compiles it if it is missing or damaged. Raises NotBuilt."""
-    with _own_cache(folder) as own:
+    with _own_cache(folder) as cache:
         repaired = ""
         try:
-            file = open_whole(own, name)
+            file = open_whole(cache, name)
         except DamagedLibrary as damage:
             repaired = str(damage)
-            file = _built(own, name, make)
+            file = _built(cache, name, make)
         with file:
-            return LoadedLibrary(_linked(file, own.path / name, mode), repaired)
+            return LoadedLibrary(_linked(file, cache.path / name, mode), repaired)
 
 
 def state(folder: str, name: str) -> str | None:
     """Return None if a library is valid, else its damage; an empty string if it is missing. Raises NotBuilt."""
-    with _own_cache(folder) as own:
+    with _own_cache(folder) as cache:
         try:
-            open_whole(own, name).close()
+            open_whole(cache, name).close()
         except DamagedLibrary as damage:
             return str(damage)
     return None
@@ -89,8 +89,8 @@ def state(folder: str, name: str) -> str | None:
 
 def cache_folder(name: str) -> Path:
     """Return a folder in the user's cache, created if necessary. Raises NotBuilt."""
-    with _own_cache(name) as own:
-        return own.path
+    with _own_cache(name) as cache:
+        return cache.path
 
 
 def build(path: Path, make: Callable[[Path], None]) -> None:

@@ -113,8 +113,8 @@ def limit_problems(value: Any, key: str = "", limits: tuple[Limit, ...] = ()) ->
         of_value = () if value is None else limits
         yield from (Problem(key, wrong) for limit in of_value if (wrong := limit(value)))
         return
-    for name, each, of_each in inner:
-        yield from limit_problems(each, f"{key}.{name}" if key else str(name), of_each)
+    for name, member, member_limits in inner:
+        yield from limit_problems(member, f"{key}.{name}" if key else str(name), member_limits)
 
 
 @functools.cache

@@ -60,8 +60,8 @@ def requirements() -> Requirements:
         about = importlib.metadata.metadata(NAME)
         texts = {extra: [] for extra in ("", *(about.get_all("Provides-Extra") or ()))}
         for text in about.get_all("Requires-Dist") or ():
-            found = re.search(r"extra == ['\"]([\w-]+)['\"]", text)
-            texts[found[1] if found else ""].append(text)
+            marker = re.search(r"extra == ['\"]([\w-]+)['\"]", text)
+            texts[marker[1] if marker else ""].append(text)
         python = about["Requires-Python"]
     extras = {extra: _parted(of_extra) | ALONE.get(extra, {}) for extra, of_extra in texts.items() if extra}
     return Requirements(python, _parted(texts[""]), extras)

@@ -165,11 +165,11 @@ class HybridtronMixer(nn.Module):
     def _weight(self, rows: list[WeightRows]) -> Tensor:
         """Return a weight as the mixer expects it, assembled from rows of this model's weights."""
         parts = []
-        for each in rows:
-            weight = getattr(self._layer(each.theirs), each.theirs.rpartition(".")[2])
-            if each.theirs.endswith("conv1d.weight"):
+        for part in rows:
+            weight = getattr(self._layer(part.theirs), part.theirs.rpartition(".")[2])
+            if part.theirs.endswith("conv1d.weight"):
                 weight = weight.squeeze(1)
-            parts.append(weight if each.stop - each.start == each.total else weight[each.start : each.stop])
+            parts.append(weight if part.stop - part.start == part.total else weight[part.start : part.stop])
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts)
@@ -180,11 +180,11 @@ class HybridtronMixer(nn.Module):
         During a forward pass each layer runs only once for the same x.
         """
         parts = []
-        for each in self._rows[f"{name}.weight"]:
-            made = self._once.get(each.theirs)
-            if made is None or made[0] is not x:
-                made = self._once[each.theirs] = x, self._layer(each.theirs)(x)
-            parts.append(made[1] if each.stop - each.start == each.total else made[1][..., each.start : each.stop])
+        for part in self._rows[f"{name}.weight"]:
+            output = self._once.get(part.theirs)
+            if output is None or output[0] is not x:
+                output = self._once[part.theirs] = x, self._layer(part.theirs)(x)
+            parts.append(output[1] if part.stop - part.start == part.total else output[1][..., part.start : part.stop])
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts, dim=-1)
@@ -238,8 +238,8 @@ def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Ten
         length = starts_BL.shape[1]
         borders = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
     q, k, v = (x.transpose(1, 2) for x in (inputs.q_BLHK, inputs.k_BLGK, inputs.v_BLGK))
-    given = {"scaling": q.shape[-1] ** -0.5, "sliding_window": inputs.window, **borders}
-    return ALL_ATTENTION_FUNCTIONS[chosen](layer, q, k, v, None, **given)[0]
+    options = {"scaling": q.shape[-1] ** -0.5, "sliding_window": inputs.window, **borders}
+    return ALL_ATTENTION_FUNCTIONS[chosen](layer, q, k, v, None, **options)[0]
 
 
 class HybridtronLayer(GradientCheckpointingLayer):

@@ -75,9 +75,9 @@ InParts = ProductInParts
 
 def projected(x: Tensor, tensor: OneProcess, *projections: Callable[[Tensor], Tensor] | InParts) -> tuple[Tensor, ...]:
     """Apply several projections to one input; return their outputs, or the parts of these."""
-    cuts = [each if isinstance(each, InParts) else InParts(each, ()) for each in projections]
-    made = ((cut.projection(x), cut.sizes) for cut in cuts)
-    return tuple(part for y, sizes in made for part in (y.split(sizes, -1) if sizes else (y,)))
+    cuts = [item if isinstance(item, InParts) else InParts(item, ()) for item in projections]
+    outputs = ((cut.projection(x), cut.sizes) for cut in cuts)
+    return tuple(part for y, sizes in outputs for part in (y.split(sizes, -1) if sizes else (y,)))
 
 
 leave = enter

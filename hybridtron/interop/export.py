@@ -151,8 +151,8 @@ def class_of(folder: Path, settings: Mapping[str, Any]) -> Native:
     if target is None:
         known = ", ".join(target.name for target in TARGETS)
         raise CannotImport(f"{path} has architectures={reprlib.repr(names)}, must begin with one of {known}")
-    if (found := settings.get("model_type")) != target.model_type:
-        raise CannotImport(f"{path} has model_type={reprlib.repr(found)}, must be {target.model_type} for {name}")
+    if (model_type := settings.get("model_type")) != target.model_type:
+        raise CannotImport(f"{path} has model_type={reprlib.repr(model_type)}, must be {target.model_type} for {name}")
     return target
 
 

@@ -89,12 +89,12 @@ class Reader:
         """
         if self.model is not None and unsupported_reason(self.model) is None:
             return CompiledSteps(self.model, states, positions_B)
-        made = 0
+        generated = 0
 
         def following(tokens_B: Tensor) -> Tensor:
-            nonlocal states, made
-            logits_BV, states = self.read(tokens_B[:, None], states, SeqInfo((positions_B + made)[:, None]))
-            made += 1
+            nonlocal states, generated
+            logits_BV, states = self.read(tokens_B[:, None], states, SeqInfo((positions_B + generated)[:, None]))
+            generated += 1
             return logits_BV
 
         return following

@@ -10,31 +10,53 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+
+import hybridtron
 
 ROOT = Path(__file__).parents[1]
 HADOLINT = Path(sys.executable).parent / "hadolint"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def targets() -> list[str]:
-    return re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+def supported_pythons() -> list[str]:
+    low, high = map(int, re.findall(r"3\.(\d+)", PROJECT["requires-python"]))
+    return [f"3.{minor}" for minor in range(low, high)]
 
 
-def test_the_workflow_runs_the_tests_on_supported_pythons() -> None:
+def test_the_workflow_runs_the_tests_on_every_supported_python() -> None:
     (job,) = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"].values()
     commands = [step["run"].split() for step in job["steps"] if "run" in step]
     assert [command[:2] for command in commands] == [["make", "test"]]
-    low, high = re.findall(r"3\.(\d+)", PROJECT["requires-python"])
-    assert all(int(low) <= int(python.split(".")[1]) < int(high) for python in job["strategy"]["matrix"]["python"])
+    assert job["strategy"]["matrix"]["python"] == supported_pythons()
 
 
-def test_the_hooks_are_local_make_targets() -> None:
+def test_the_classifiers_name_every_supported_python() -> None:
+    versions = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    assert versions == supported_pythons()
+
+
+def test_the_hooks_run_a_ruff_that_the_project_accepts() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert repository["repo"] == "local"
-    for hook in repository["hooks"]:
-        make, target = hook["entry"].split()
-        assert (make, hook["language"]) == ("make", "system")
-        assert target in targets()
+    assert [hook["id"] for hook in repository["hooks"]] == ["ruff-check", "ruff-format"]
+    (ruff,) = [Requirement(text) for text in PROJECT["optional-dependencies"]["dev"] if text.startswith("ruff")]
+    assert repository["rev"].removeprefix("v") in ruff.specifier
+
+
+def test_the_citation_names_the_version_and_the_license() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == hybridtron.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
+
+
+@pytest.mark.parametrize("form", ["bug", "proposal"])
+def test_issue_forms_have_what_github_asks_of_them(form: str) -> None:
+    content = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())
+    assert {"name", "description", "body"} <= content.keys()
+    ids = [field["id"] for field in content["body"]]
+    assert len(ids) == len(set(ids))
+    assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in content["body"])
 
 
 def test_the_image_installs_what_the_project_declares() -> None:

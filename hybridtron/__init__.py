@@ -1,3 +1,3 @@
 """Distributed pretraining of SSM/attention hybrids. README.md in this folder is a map of the package."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -21,7 +21,7 @@ KEPT = {  # former names that still work, a method of Python's files, words of b
     "put down": ("hybridtron/tasks/babilong/world.py", "tests/tasks/solvers.py"),
     "aside": ("hybridtron/data/prepare/run.py",),
     "tell": ("hybridtron/data/prepare/inputs.py",),
-    "of_weights": ("CHANGELOG.md", "hybridtron/config/load.py", "tests/config/test_load.py"),
+    "of_weights": ("docs/history.md", "hybridtron/config/load.py", "tests/config/test_load.py"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -48,6 +49,30 @@ def test_the_citation_names_the_version_and_the_license() -> None:
     assert citation["version"] == hybridtron.__version__
     assert citation["license"] == PROJECT["license"]
     assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
+
+
+@pytest.mark.parametrize(
+    ("subject", "message"),
+    [
+        ("docs: name the newest recipe", ""),
+        ("ops/scan, mixers: share one kernel", ""),
+        ("Papers; pages", "another form"),
+        ("docs: name the newest recipe.", "another form"),
+        ("docs: " + "name the newest recipe " * 3, "74 characters"),
+    ],
+)
+def test_subjects_of_commits_are_checked(subject: str, message: str, tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        return subprocess.check_output(["git", *author, *arguments], cwd=tmp_path, text=True)
+
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "Older subjects may have any length and form. " * 2)
+    (tmp_path / ".ci/subjects_after").write_text(git("rev-parse", "HEAD"))
+    git("commit", "--quiet", "--allow-empty", "--message", subject)
+    done = subprocess.run([tmp_path / ".ci/check_subjects"], capture_output=True, text=True, check=False)
+    assert (done.returncode, message in done.stdout) == (1 if message else 0, True)
 
 
 @pytest.mark.parametrize("form", ["bug", "proposal"])

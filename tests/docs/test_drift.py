@@ -9,6 +9,7 @@ import pytest
 from hybridtron.architecture import SPECS
 from hybridtron.config.lr_shapes import SHAPES
 from tests.docs.conftest import ROOT
+from tests.test_architecture import ORDER
 
 
 def text_of(page: str) -> str:
@@ -41,6 +42,29 @@ def test_every_kind_is_named(page: str, begins: str, ends: str) -> None:
 def test_every_schedule_is_named() -> None:
     (row,) = re.findall(r"^\| `optim\.schedule` \|.*$|^\| `schedule` \|.*$", text_of("docs/keys.md"), re.MULTILINE)
     assert [shape for shape in SHAPES if shape not in row.rpartition("|")[0].rpartition("|")[2]] == []
+
+
+def test_the_readme_has_the_measured_steps_of_the_gpu_page() -> None:
+    """The first row of a recipe in benchmarks/gpu.md is the one that the README shows."""
+    table = text_of("README.md").partition("| recipe | tokens/s |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    steps = text_of("benchmarks/gpu.md").partition("\n## Steps\n")[2].partition("\n## ")[0]
+    for recipe, rate, mfu, memory, planned, _ in rows:
+        line = next(line for line in steps.splitlines() if line.startswith(f"| {recipe} |"))
+        measured = [cell.strip() for cell in line.strip("|").split("|")]
+        assert [rate, mfu] == measured[3:5]
+        assert [memory, planned] == [f"{amount} GB" for amount in measured[7:9]]
+    assert len(rows) == 4
+
+
+def test_the_picture_has_rooms_of_the_package_in_the_order_of_imports() -> None:
+    """Floors stand above the rooms that they import from."""
+    rooms = re.findall(r'class="room" x="\d+" y="(\d+)"[^>]*>(\w+)<', text_of("docs/images/hybridtron.svg"))
+    floors = sorted({int(height) for height, _ in rooms}, reverse=True)
+    order = [room for floor in floors for height, room in rooms if int(height) == floor]
+    assert len(order) > 15
+    assert [room for room in order if not (ROOT / "hybridtron" / room).is_dir()] == []
+    assert order == sorted(order, key=ORDER.index)
 
 
 def test_pages_say_what_benchmarks_measured() -> None:

@@ -3,7 +3,8 @@
 # make setup-metrics   adds TensorBoard and Weights & Biases
 # make setup-dali   adds NVIDIA DALI, for data.feed=dali (400 MB)
 # make gpu-measure MINUTES=4.5   on a machine with a GPU: the next undone parts of a list, most valuable first
-# make reference   writes docs/keys.md, the reference of all keys
+# make reference   writes docs/keys.md, the reference of all keys, and lists of registered names in other pages
+# make docs   builds the site of the docs in build/site
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make passkey   trains tiny models to find a key in long texts, with Mamba and without (an hour)
 # make mixers   trains every recurrence at equal size and compares them (hours)
@@ -25,12 +26,13 @@
 # the first that runs; what a version manager leaves in PATH need not
 PYTHON ?= $(firstword $(foreach version,3.11 3.12 3.13,$(shell python$(version) -c "import sys; print(sys.executable)" 2>/dev/null)) python3)
 VENV ?= .venv
+DOCS_VENV ?= .venv-docs
 TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
   passkey mixers joint-recall grown span-study papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one gpu-measure audit \
-  chaos rehearse reference format clean
+  chaos rehearse reference docs format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -145,7 +147,20 @@ gpu-measure: $(VENV)/.dev
 	$(BIN)/python -m hybridtron.proving.gpu.measure $(if $(MINUTES),--minutes $(MINUTES))
 
 reference: $(VENV)/.ready
-	$(BIN)/python docs/make_keys.py
+	$(BIN)/python -m docs.make_keys
+	$(BIN)/python -m docs.make_passages
+
+# only the packages of the extra, in an environment of their own: the pages are built from sources, without torch
+docs: $(DOCS_VENV)/.ready
+	$(DOCS_VENV)/bin/mkdocs build --strict --quiet --site-dir build/site
+
+$(DOCS_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(DOCS_VENV)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+	  > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/pip install --quiet --requirement $(DOCS_VENV)/requirements.txt
+	touch $@
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -24,6 +24,7 @@ from omegaconf import MISSING
 
 from hybridtron.architecture import SPECS
 from hybridtron.config.schema import Config
+from hybridtron.limits import OneOf
 
 PAGE = Path(__file__).with_name("keys.md")
 HEAD = """# All keys
@@ -67,7 +68,7 @@ def rows(schema: type, prefix: str) -> Iterator[str]:
             continue
         meaning = meanings.get(f.name) or meaning_elsewhere(schema, f.name)
         assert meaning, f"{schema.__name__}.{f.name} has no comment that says what it means"
-        yield f"| `{key}` | {in_words(hint)} | {default(f)} | {meaning} |\n"
+        yield f"| `{key}` | {in_words(hint, choices(schema, f.name))} | {default(f)} | {meaning} |\n"
         if below is not None:
             yield from rows(below, f"{key}.{'NAME.' if typing.get_origin(hint) is dict else ''}")
 
@@ -94,11 +95,20 @@ def inner_schema(hint: object) -> type | None:
     return None
 
 
-def in_words(hint: object) -> str:
-    """A type as a reader of YAML knows it."""
+def choices(schema: type, name: str) -> str:
+    """List the names that a text can be set to, as the field's limit has them."""
+    hint = typing.get_type_hints(schema, include_extras=True)[name]
+    limits = getattr(hint, "__metadata__", ())
+    return ", ".join(f"`{choice}`" for limit in limits if isinstance(limit, OneOf) for choice in limit.names)
+
+
+def in_words(hint: object, names: str = "") -> str:
+    """A type as a reader of YAML knows it; `names` are those that a text can be set to."""
     arguments = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
-        return " or ".join(in_words(one) for one in arguments)
+        return " or ".join(in_words(one, names) for one in arguments)
+    if hint is str and names:
+        return names
     if typing.get_origin(hint) is list:
         return f"list of {in_words(arguments[0])}"
     if typing.get_origin(hint) is dict:

@@ -51,14 +51,20 @@ def matching(pattern: str, form: str) -> Limit:
     return must_be(lambda text: re.fullmatch(pattern, text) is not None, form)
 
 
-def one_of(names: Collection[str]) -> Limit:
-    def wrong(value: str) -> str | None:
-        near = did_you_mean(value, names)
-        if value in names:
-            return None
-        return f"is {value!r}{near}, must be one of {', '.join(names)}"
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """A limit to names; docs/keys.md lists them as the type of the key."""
 
-    return wrong
+    names: Collection[str]
+
+    def __call__(self, value: str) -> str | None:
+        if value in self.names:
+            return None
+        return f"is {value!r}{did_you_mean(value, self.names)}, must be one of {', '.join(self.names)}"
+
+
+def one_of(names: Collection[str]) -> Limit:
+    return OneOf(names)
 
 
 def not_empty(cure: str) -> Limit:

@@ -32,6 +32,14 @@ def test_the_workflow_runs_the_tests_on_every_supported_python() -> None:
     assert job["strategy"]["matrix"]["python"] == supported_pythons()
 
 
+def test_the_workflow_builds_the_docs_with_the_address_of_its_repository() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text())["jobs"].values()
+    (command,) = [step["run"].split() for step in job["steps"] if "run" in step]
+    assert command[:2] == ["make", "docs"]
+    (variable,) = re.findall(r"^repo_url: !ENV \[(\w+),", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert variable in job["env"]
+
+
 def test_the_classifiers_name_every_supported_python() -> None:
     versions = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
     assert versions == supported_pythons()

@@ -111,7 +111,7 @@ class OptimConfig:
     weight_decay_schedule: DecaySchedule = DecaySchedule.constant
     decay_all: bool = False  # also decay norms, biases, A_log, D and dt_bias, as a plain AdamW would
     clip: Annotated[float, above(0)] = 1.0  # maximum norm of all gradients together; larger gradients are scaled down
-    # the learning rate after warm-up: cosine, linear, wsd (constant, then a linear decay), or constant
+    # shape of the learning rate after warm-up; wsd is constant, then a linear decay
     schedule: Annotated[str, one_of(SHAPES)] = "cosine"
     hold: Annotated[str, A_SHARE] = "0"  # length at a rate of 0 before the warm-up: tokens, or a share of the phase
     warmup: Annotated[str, A_SHARE] = "1%"  # length of the warm-up: tokens, or a share of the phase

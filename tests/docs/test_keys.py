@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 from types import ModuleType
 
 import pytest
 
 from hybridtron.architecture import SPECS
+from hybridtron.config.lr_shapes import SHAPES
 from tests.docs.conftest import ROOT
 
 
@@ -32,6 +34,11 @@ def test_every_option_of_every_mixer_is_there(make_keys: ModuleType) -> None:
         section = page.split(f"### kind: {kind}\n")[1].split("\n### ")[0]
         keys = {line.split("`")[1].partition(".")[0] for line in section.splitlines() if line.startswith("| `")}
         assert [f.name for f in dataclasses.fields(spec) if f.name not in keys] == []
+
+
+def test_names_that_a_key_can_be_set_to_are_its_type(make_keys: ModuleType) -> None:
+    (row,) = re.findall(r"^\| `optim\.schedule` \|.*$", make_keys.page(), re.MULTILINE)
+    assert row.split(" | ")[1].split(", ") == [f"`{name}`" for name in SHAPES]
 
 
 def test_a_comment_is_read_from_the_line_and_from_above(make_keys: ModuleType) -> None:

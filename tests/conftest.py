@@ -1,4 +1,4 @@
-"""What many tests share: small models in float64 or fp32, and random batches for them."""
+"""Fixtures and helpers that many tests share: small models in float64 or fp32, and random batches for them."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one slice of the tests; each test is in one slice, whatever others there are.
+    """Keep one slice of the tests; each test is in one slice, regardless of the other tests.
 
-    Of two workers one runs what starts processes, first as it takes longest, while the other runs the rest; a file's
-    tests share their fixtures, so one worker runs them.
+    With two workers, one runs the tests that start processes, first because they take longest, while the other runs the
+    rest. The tests in a file share their fixtures, so one worker runs them.
     """
     items.sort(key=lambda item: item.get_closest_marker("gloo") is None)
     for item in items:
@@ -76,7 +76,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _signals_as_they_come() -> None:
-    """What tests start hears every signal, also where the parent of all this ignores some: `nohup make test &`."""
+    """Reset signal handlers for child processes, in case the parent ignores some signals, as in `nohup make test &`."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -143,7 +143,7 @@ def small_run(model: ModelConfig | None = None, optim: OptimConfig | None = None
 
 
 def serving(engine: Engine) -> Callable[[Checkpoint], tuple[Engine, None]]:
-    """What `restore_newest` asks: one engine for every checkpoint."""
+    """Return the function that `restore_newest` takes: it uses one engine for every checkpoint."""
     return lambda _: (engine, None)
 
 

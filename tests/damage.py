@@ -10,7 +10,7 @@ PAGE = 4096
 
 
 def put(path: Path, stored: bytes) -> None:
-    """Put a new file in the place of one that this process may have loaded, and that must not change under it."""
+    """Replace a file by a new one. The old file may be loaded in this process, so it must not change in place."""
     path.unlink()
     path.write_bytes(stored)
 

@@ -249,7 +249,7 @@ def play(case: Case, said: Path) -> None:
 
 
 def furnish(folder: Path) -> None:
-    """Make what the commands are pointed at: a run, an export, prepared tokens, and files of every bad kind."""
+    """Create the files that the commands are given: a run, an export, prepared tokens, and files of every bad kind."""
     from hybridtron.cli.main import main
 
     os.chdir(folder)

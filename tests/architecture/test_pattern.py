@@ -1,4 +1,4 @@
-"""The pattern language: what it expands to, and where the caret of each error stands."""
+"""The pattern language: its expansions, and the position of the caret in each error."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_forms_take_turns() -> None:
 
 
 def test_a_loss_is_no_time() -> None:
-    """What a form returns is a time only where it says so."""
+    """A form's return value counts as a time only if the form is declared to return one."""
     (timing,) = interleaved({"a form that returns its loss": lambda: 7.66}, 1).values()
     assert timing.fastest < 1
 

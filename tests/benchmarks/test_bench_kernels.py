@@ -1,4 +1,4 @@
-"""The kernels' table without a GPU, and that what it would measure there can be called."""
+"""The kernels' table without a GPU. Everything that it would measure on one can be called."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def seconds(model: nn.Module, given: Tensor) -> float:
 
 
 class TorchLayers(nn.Module):
-    """Torch's own encoder layers with causal attention, whose two products in the MLP cost what a Llama's three do."""
+    """Torch's own encoder layers with causal attention. The MLP's two products cost as much as a Llama's three."""
 
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds comes back, bit for bit; which are kept; what is refused."""
+"""A checkpoint's contents are restored bit for bit; retention of checkpoints, and refusals."""
 
 from __future__ import annotations
 

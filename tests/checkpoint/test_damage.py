@@ -1,4 +1,4 @@
-"""A thousand ways in which a checkpoint is not what was written: each is found, named, and an older one is taken."""
+"""A thousand kinds of damage to a checkpoint: each is found and named, and an older checkpoint is used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def passing(groups: Groups) -> Engine:
 
 
 def damaged(path: Path, draw: random.Random) -> str:
-    """Do something to a file; what it was."""
+    """Damage a file in a random way, and return the kind of damage."""
     stored = bytearray(path.read_bytes())
     kind = draw.choice(["bit", "bit", "bit", "cut", "empty", "missing", "longer"])
     if kind == "bit":
@@ -124,7 +124,7 @@ def test_a_pointer_that_is_wrong_is_reported_and_not_followed(
 def test_what_changes_between_verification_and_loading_is_found(
     alone: Groups, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes that are verified are the bytes that are used: a file that changes after a whole check is refused."""
+    """The verified bytes are the loaded bytes: a file that changes after a full check is refused."""
     engine = trained(alone)
     older = write(engine, 1)
     saved = write(trained(alone, steps=3), 2)

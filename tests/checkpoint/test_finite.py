@@ -84,7 +84,7 @@ def test_fp8_statistics_are_not_asked(alone: Groups, write: Write) -> None:
 
 @pytest.fixture
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves write what there is, as they did before they looked."""
+    """Let saves write any values, without the check for finite ones."""
     monkeypatch.setattr("hybridtron.checkpoint.save.not_finite", lambda blocks: None)
 
 
@@ -123,7 +123,7 @@ def test_given_weights_with_it_are_named_by_their_key(alone: Groups, write: Writ
 
 
 def refused_by(seat: Seat, folder: Path, asynchronous: bool) -> bool:
-    """Whether a save was refused, of two processes of which the second holds the fault."""
+    """Return True if a save was refused by two processes, of which the second has a value that is not finite."""
     config = replace(small_run(), checkpoint=CheckpointConfig(asynchronous=asynchronous))
     with seat.groups(ParallelConfig()) as groups:
         engine = Engine(config, groups)

@@ -1,4 +1,4 @@
-"""A real SIGKILL at every flush and rename of a save: what is loaded then is whole, the old checkpoint or the new."""
+"""A real SIGKILL at every flush and rename of a save: afterwards either the old or the new checkpoint loads in full."""
 
 from __future__ import annotations
 

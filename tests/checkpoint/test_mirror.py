@@ -125,7 +125,7 @@ def test_what_changed_in_the_store_is_not_taken(alone: Groups, write: Write, tmp
 
 
 class HeldAtTheEnd:
-    """A mirror's lock that holds the first thread that is done, right after it has released the lock."""
+    """Lock for a mirror. It stops the first thread that is done, right after the thread has released the lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

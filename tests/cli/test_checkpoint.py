@@ -1,4 +1,4 @@
-"""tools/checkpoint.py: what there is, whether it is whole, how two differ, and one written again."""
+"""tools/checkpoint.py: list checkpoints, verify them, compare two, and rewrite one."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_differences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_settings_are_compared_by_their_dotted_keys(run: Path) -> None:
-    """Report values that change places between two phases, and each setting of a phase that only one side has."""
+    """Report values that two phases have exchanged, and each setting of a phase that exists on one side only."""
     config = small_run()
     slow = replace(config.phases[0], lr=1e-3)
     quick = replace(slow, lr=2e-3)
@@ -125,7 +125,7 @@ def test_settings_are_compared_by_their_dotted_keys(run: Path) -> None:
 
 
 def test_long_values_are_said_in_short() -> None:
-    """Shorten lists of hundreds of norms, and long texts that differ in one place."""
+    """Shorten lists with hundreds of norms, and long texts that differ in one place."""
     left = [float(at) for at in range(500)]
     right = [*left[:100], 100.25, *left[101:300], 301.5, *left[301:]]
     said = "500 values, 2 different by at most 1.5, first different at 100: 100.0 and 100.25"
@@ -161,7 +161,7 @@ def test_what_is_no_checkpoint_is_said(run: Path, tmp_path: Path, capsys: pytest
 
 
 def test_names_are_shown_whole(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a line each where no terminal reads them, and folded where a narrow one does."""
+    """Names have a line each if the output is not a terminal, and are folded on a narrow terminal."""
     first = folder_of(run, 1)
     last = folder_of(run, 2)
     keys = [key for key in Checkpoint.open(first).shapes if key.startswith("exp_avg_sq.")]

@@ -244,7 +244,7 @@ def test_other_data_of_the_same_tokenizer(run: Path, tmp_path: Path, capsys) -> 
 def test_spans_are_read_alike_whatever_is_fed_at_a_time(
     options: str, used: str, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a chunk chooses for itself it must be fed as a whole, and is, though less would fit."""
+    """A chunk that chooses its own blocks must be read in one piece, and is, even if less would fit."""
     spans = f"model.layers.X={{kind:span,heads:2,chunk:[4,8],block:2,blocks:2,{options}}}"
     run = trained(tmp_path / "run", data, "M-X-", spans)
     arguments = [run, "--length", "77", "--rows", "3", "--instruments", "positions", "--output", tmp_path]

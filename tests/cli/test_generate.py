@@ -1,4 +1,4 @@
-"""Text from a checkpoint that a small model wrote, and every way in which there is none."""
+"""Text from a small model's checkpoint, and every reason for which there is none."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_without_a_prompt_a_document_starts(run_dir: Path, capsys) -> None:
 
 
 def test_several_prompts_are_a_batch_of_which_each_is_as_alone(run_dir: Path, tmp_path: Path, capsys) -> None:
-    """A row draws by its number: the first is what it is alone."""
+    """A row draws by its number, so the first row's text is the same alone and in a batch."""
     (tmp_path / "long.txt").write_text("the mat. " * 30)
     long = ("--prompt-file", str(tmp_path / "long.txt"))
     options = [str(run_dir), "--tokens", "15", "--top-k", "30", "--top-p", "0.9", "--past-end"]

@@ -1,4 +1,4 @@
-"""Conversations with a checkpoint: what the model reads, where an answer ends, and what is refused."""
+"""Conversations with a checkpoint: the tokens that the model reads, the end of an answer, and refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_answer_is_that_of_the_exported_model(talker: Path, tmp_path: Path, c
 
 
 def test_lines_are_a_conversation(talker: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was answered is read again before the next answer; a line that is refused is left out."""
+    """Earlier answers are part of the next prompt; a refused line is left out."""
     read: list[list[dict[str, str]]] = []
     prompt = Chat.prompt
 

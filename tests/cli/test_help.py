@@ -1,4 +1,4 @@
-"""Every command answers --help at once: it imports neither torch nor what builds on it, and does nothing else."""
+"""Every command answers --help at once: it imports neither torch nor packages on top of it, and does nothing else."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    """Of each program its exit code, the length of what it printed, and the heavy packages that it asked for.
+    """Run each program with --help; return its exit code, the length of its output, and the heavy packages it imported.
 
-    One interpreter for all of them, which starts quicker; from a folder where they have nothing to work on.
+    One interpreter runs all of them, which starts quicker, in a folder where they have nothing to work on.
     """
     folder = tmp_path_factory.mktemp("empty")
     asked = [*(str(ROOT / door) for door in DOORS), *(f"hybridtron {name}" for name in COMMANDS)]
@@ -110,7 +110,7 @@ def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_is_missing_is_said_on_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a command that works with less, once it gets to it; training looks first."""
+    """A command that works with less reports a missing package once it needs it; training looks first."""
     monkeypatch.setattr(requirements, "missing", lambda *_: "numpy is not installed")
     monkeypatch.setitem(sys.modules, "hybridtron.cli.plot", None)
     for name in ("plot", "train"):

@@ -1,4 +1,4 @@
-"""What is out of sight while one package is imported, and back afterwards."""
+"""Packages that are hidden during one package's import, and available again afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool as a person calls it: what it prints, its exit codes, and Ctrl-C."""
+"""The tool as a person calls it: its output, its exit codes, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_the_embedded_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.slow
 def test_ctrl_c_and_kill_leave_what_is_finished(tokenizer: str, tmp_path: Path) -> None:
-    """Both with two workers; none of them is left, and the third call gives what a single one gives."""
+    """Interrupt and kill a preparation with two workers; none is left, and a third call gives an undisturbed result."""
     inputs = tmp_path / "in"
     output = tmp_path / "out"
     for number in range(16):

@@ -1,4 +1,4 @@
-"""`hybridtron tasks`: the list, a sample, files; what can't be made is one message and exit code 2."""
+"""`hybridtron tasks`: the list, a sample, and files. An impossible request gives one message and exit code 2."""
 
 from __future__ import annotations
 

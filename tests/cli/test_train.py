@@ -1,4 +1,4 @@
-"""`hybridtron train` as a command: what torchrun gets to know of a wrong configuration."""
+"""`hybridtron train` as a command: how torchrun learns that a configuration is wrong."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ MESSAGE = "3 checkpoints in a row could not be written"
 
 
 def ended(error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
-    """Let training end with an error; return what the program prints."""
+    """Let training end with an error; return the program's output."""
 
     def failing(_: list[str]) -> int:
         raise error

@@ -46,9 +46,9 @@ class Cluster:
         return done.stdout
 
     def submit(self, *arguments: str) -> list[str]:
-        """The jobs that slurm/submit.py has submitted, to two nodes that have nothing to do and answer.
+        """Submit by slurm/submit.py, once both nodes are idle and respond; return the job ids.
 
-        A node that was down is `idle*` until it has answered, and a job that may be smaller starts without it.
+        A node that was down is `idle*` until it responds, and a job that may be smaller starts without it.
         """
         self.wait_until(lambda: self.reported("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * 2)
         reported = self.reported(sys.executable, "slurm/submit.py", *arguments)
@@ -57,12 +57,12 @@ class Cluster:
         return matched[1].split(", ")
 
     def job(self, job: str) -> dict[str, str]:
-        """What scontrol reports of a job."""
+        """Return scontrol's fields for a job."""
         reported = self.reported("scontrol", "show", "job", "--oneliner", job)
         return dict(re.findall(r"(\w+(?::\w+)?)=(\S*)", reported))
 
     def wait_until(self, what: Callable[[], Any], *runs: Path) -> Any:
-        """What becomes true; the logs of these runs if it does not."""
+        """Wait for a true value and return it; fail with the logs of these runs after a time limit."""
         until = time.monotonic() + PATIENCE
         while not (found := what()):
             assert time.monotonic() < until, "\n".join([self.controller(), *(logs_of(run) for run in runs)])
@@ -70,7 +70,7 @@ class Cluster:
         return found
 
     def controller(self) -> str:
-        """How the jobs stand, and the last that SLURM's controller has said."""
+        """Return all jobs' states and the end of the SLURM controller's log."""
         log = Path(self.environment["SLURM_CONF"]).with_name("slurmctld.log").read_text()
         return f"{self.reported('scontrol', 'show', 'job')}\n{log[-6000:]}"
 

@@ -1,4 +1,4 @@
-"""A sweep as array jobs: what each element runs, what waits for what, and that a run on a real SLURM ends."""
+"""A sweep as array jobs: the runs of each element, the dependencies, and a complete sweep on a real SLURM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes after an attempt: decided from the history alone, and asked by the job's script step by step."""
+"""The decision after an attempt: made from the history alone, and requested by the job's script step by step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def ask(run: Path, capsys: pytest.CaptureFixture[str], *arguments: object, job: str = "7") -> tuple[str, str]:
-    """The answer, and what went to the log."""
+    """Return the answer and the logged lines."""
     attempt.main([*map(str, arguments), "--run", str(run), "--job", job])
     reported = capsys.readouterr()
     return reported.out.strip(), reported.err

@@ -1,4 +1,4 @@
-"""The job's script: a golden file, quoting, what bash and shellcheck say, forwarding signals."""
+"""The job's script: a golden file, quoting, checks by bash and shellcheck, and forwarded signals."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_each_attempt_draws_a_port_below_those_of_connections() -> None:
 
 
 def test_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
-    """The whole script runs, with stand-ins for SLURM's programs; one for python says what it was given."""
+    """Run the full script with stand-ins for SLURM's programs, and one for python that records its arguments."""
     python = tmp_path / "my 'python'"
     python.write_text(f"#!/bin/bash\n{STAND_IN}")
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What a rank that srun has started knows of its place, without torchrun's variables."""
+"""The place of a rank that srun has started, without torchrun's variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node must show before a run starts on it, on stand-ins for what is not on this machine."""
+"""Checks of a node before a run starts on it, with stand-ins for hardware that this machine lacks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_node_reports_what_it_has_and_what_it_lacks(
 
 
 def links(seat: Seat, nodes: list[str], broken: int | None, least: float) -> preflight.NodeReport:
-    """What a process reports of its node's links; one of them adds up wrongly."""
+    """Return a process's report of its node's links; the process `broken` adds up wrongly."""
     place = {"rank": seat.rank, "world_size": seat.world_size}
     dist.init_process_group("gloo", init_method=f"file://{seat.meeting_file}", **place)
     right = dist.all_reduce

@@ -84,7 +84,7 @@ def held(run: Path) -> Iterator[list[int]]:
 
 
 def handles_signal(process: int, number: signal.Signals) -> bool:
-    """Whether a signal waits for a process that stands still."""
+    """Return True if a signal is pending for a stopped process."""
     status = Path(f"/proc/{process}/status").read_text()
     pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
     return bool(pending >> (number - 1) & 1)
@@ -103,7 +103,9 @@ def undisturbed(cluster: Cluster, counting_folder: Path, tmp_path_factory: pytes
 
 
 def same_end(run: Path, other: Path) -> bool:
-    """Whether two runs end with the same step, and the same bits in every tensor of the model and the optimizer."""
+    """Return True if two runs end with the same bits in every tensor of model and optimizer; their last steps must
+    match.
+    """
     assert last_step(run) == last_step(other)
     ours = weights(run, last_step(run))
     theirs = weights(other, last_step(other))

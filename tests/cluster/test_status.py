@@ -1,4 +1,4 @@
-"""How runs stand, from folders as runs and jobs leave them, with and without a queue."""
+"""The status of runs, from folders as runs and jobs leave them, with and without a queue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STARTED = Attempt("7", 0, ("n1", "n2"), began=0.0, step_before=0)
 
 @pytest.fixture(scope="module")
 def configuration() -> str:
-    """Of a run of 100 steps with 64 tokens each."""
+    """Return the configuration of a run with 100 steps of 64 tokens each."""
     return to_yaml(load([*small_run_arguments(Path("data"), Path("run")), "phases.0.tokens=6400"]))
 
 

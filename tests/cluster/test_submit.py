@@ -1,4 +1,4 @@
-"""Submitting, with stand-ins for SLURM's programs: what is refused beforehand, and what is written and queued."""
+"""Submission, with stand-ins for SLURM's programs: refusals in advance, written files, and queued jobs."""
 
 from __future__ import annotations
 

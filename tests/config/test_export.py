@@ -1,4 +1,4 @@
-"""What `phases.N.export` needs is known before training: a class, transformers, a free name."""
+"""The needs of `phases.N.export` are checked before training: a class, transformers, and a free name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch that grows, by numbers that can be worked out by hand."""
+"""A batch that grows, compared with numbers worked out by hand."""
 
 from __future__ import annotations
 

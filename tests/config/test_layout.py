@@ -1,4 +1,4 @@
-"""Where each sub-layer runs: cuts made by hand, every cut tried by brute force, and what the messages say."""
+"""The rank of each sub-layer: cuts made by hand, all cuts by brute force, and the messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composing a configuration: what wins over what, and what is said about mistakes."""
+"""Composition of a configuration: precedence, and messages about mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions as options of letters, and of phases: what may change of them, and what is refused."""
+"""Rotary positions as options of letters and phases: allowed changes, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PHASES = (
 
 
 def rope_of(second: str, *settings: str) -> Any:
-    """What the attention of `laptop` has for positions in a second phase with these options."""
+    """Return the rotary options of `laptop`'s attention in a second phase with these options."""
     config = load(["recipe=laptop", *settings, PHASES % second])
     assert check(config, 1) == []
     specs = architecture(resolve(config)[1].model).by_letter

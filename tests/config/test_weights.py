@@ -1,4 +1,4 @@
-"""Recipes that start from a checkpoint: what they take from it, what wins over that, and what is said of mistakes."""
+"""Recipes that start from a checkpoint: the settings that they take from it, precedence, and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Toy sources in which every token but eos is its own, so that a token identifies its document and its place."""
+"""Toy sources in which every token but eos is unique, so that a token identifies its document and position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def toy_documents(lengths: Sequence[int], first: int = 1) -> list[np.ndarray]:
 
 
 def learned(tokens: np.ndarray) -> np.ndarray:
-    """Which tokens of a masked toy are learned: every third and eos. So a label shows what its mask must be."""
+    """Return the mask of learned tokens in a masked toy: every third token and eos. So a label implies its mask."""
     return tokens % 3 == 0
 
 

@@ -23,7 +23,7 @@ pytest.importorskip("nvidia.dali", reason="make setup-dali")
 def test_same_batches_as_torch(
     make_folder: Callable[..., TokenFolder], order: Order, documents: Documents, workers: int
 ):
-    """Of a folder with masks beside one without."""
+    """Compare batches from two folders, one with masks and one without."""
     sources = sources_of((make_folder(masked=True), "text", 1), (make_folder(name="plain"), "text", 1))
     reading = PhaseOrder(order, documents, 16, 8, 2, 7, 100)
     dali, plain = (Loader(sources, reading, Ahead(workers), feed, rank=1, ranks=2) for feed in (Feed.dali, Feed.torch))

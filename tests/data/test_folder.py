@@ -1,4 +1,4 @@
-"""The folder format, how it is written, and what is refused when it is opened."""
+"""The folder format, its writer, and refusals when a folder is opened."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.data.mosaic import MDSReader
 
 
 def documents_by_streaming(folder: TokenFolder, split: str, source: str, column: str = "tokens") -> list[list[int]]:
-    """What mosaicml-streaming itself finds there."""
+    """Return the documents that mosaicml-streaming's own reader finds in a source."""
     path = folder.source_path(split, source)
     entries = json.loads((path / "index.json").read_text())["shards"]
     readers = [MDSReader.from_json(str(path), None, entry) for entry in entries]
@@ -44,7 +44,7 @@ def test_round_trip(tmp_path: Path):
 
 
 def test_a_folder_without_masks_has_the_bytes_that_it_always_had(tmp_path: Path):
-    """The digest of the manifest, which has those of all files, is of the version before there were masks."""
+    """The manifest's digest, which covers all files, equals that of the version before masks existed."""
     splits = {"train": {"text": [[5, 6, 7], [8]]}, "validation": {"text": [[9]]}}
     folder = write_folder(tmp_path / "data", splits, "{}", 10, 0, {"corpus": "toy"})
     assert folder.digest == "acde165049b3304ed2cc6d495fd40f27"

@@ -195,7 +195,7 @@ def test_lanes_reproduce_the_recurrence_over_whole_documents(
     seed: int,
     shuffle: int,
 ):
-    """h = a h + token mod p, reset where a document starts and carried where a row continues: any slip shows."""
+    """Compute h = a h + token mod p, reset at a document's start and carried when a row continues: any slip shows."""
     folder = make_folder(of_documents, name=tmp_path_factory.mktemp("toys").name, vocab=9999)
     whole = {}
     for document in toy_documents(of_documents):
@@ -318,7 +318,10 @@ def test_held_out_reads_the_same_text_at_every_length(toy: TokenFolder):
 
 
 def test_held_out_is_spread_over_the_split(make_folder: Callable[..., TokenFolder]):
-    """One token after another: what a row holds is where it stands. The start alone would be the first documents."""
+    """A row's tokens show its position in the split, which has one token after another.
+
+    Rows from the start alone would have only the first documents.
+    """
     sources = sources_of((make_folder(validation=(120,)), "text", 1))
     first = {
         tokens: held_out_rows(sources, Documents.join, 5, tokens, 10)["tokens_BL"][:, 0].tolist()

@@ -28,7 +28,7 @@ lengths = st.lists(st.integers(1, 90), min_size=3, max_size=40).filter(lambda fo
 
 
 def check(batches: list[Batch]) -> None:
-    """A token counts where it is learned, and where it is of the document of the token before it."""
+    """Check that a token counts if it is learned and belongs to the same document as the token before it."""
     whole = joined(batches)
     labels = whole["labels_BL"]
     tokens = whole["tokens_BL"]
@@ -80,7 +80,7 @@ def test_chunks_of_a_lane(make_folder: Callable[..., TokenFolder], documents: Do
 
 @pytest.mark.parametrize("compression", [None, "zstd:3"])
 def test_held_out_rows(make_folder: Callable[..., TokenFolder], compression: str | None):
-    """Of documents whose shapes take one byte, two and four; a shard that is fetched into the cache has its masks."""
+    """Read documents whose shapes take one, two and four bytes. A shard fetched into the cache has its masks."""
     folder = make_folder(validation=(11, 254, 255, 70_000), vocab=80_000, masked=True, compression=compression)
     batches = [batch for _, batch in held_out(sources_of((folder, "text", 1)), Documents.isolate, 1000, 10**6, 4, 1000)]
     assert sum(len(batch.tokens_BL) for batch in batches) == 70
@@ -90,7 +90,7 @@ def test_held_out_rows(make_folder: Callable[..., TokenFolder], compression: str
 
 
 def test_the_plan_has_the_learned_share(make_folder: Callable[..., TokenFolder]):
-    """Of 200 tokens and 12 eos: the 66 that 3 divides, and eos."""
+    """Count the 66 multiples of 3 and 12 eos among 200 tokens and 12 eos."""
     sources = mixed(make_folder, list(LENGTHS), list(LENGTHS))
     assert sources.masked
     masked, plain = reading_plan(sources.mixture, 1000)

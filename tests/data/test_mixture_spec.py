@@ -1,4 +1,4 @@
-"""What a mixture reads, and what the configuration check says about data before anything is read."""
+"""Sources of a mixture, and the configuration check's messages about data before anything is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that ranks share out: each reads its own part, and has what a cut of the whole rows would give it."""
+"""Rows cut over ranks: each rank reads its own part, which equals a cut of the full rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cut(batch: Batch, part: RowPart) -> Batch:
 def test_a_part_is_the_cut_of_the_whole(
     make_folder: Callable[..., TokenFolder], ranks: int, order: Order, documents: Documents, chunks: int
 ) -> None:
-    """Of two sources, one with masks; for two data-parallel ranks; shares of a single token too."""
+    """Use two sources, one with masks, and two data-parallel ranks; a part may have a single token."""
     sources = sources_of((make_folder(masked=True), "text", 2), (make_folder(name="plain"), "text", 1))
     reading = replace(READING, kind=order, documents=documents, chunks=chunks)
     whole = Loader(sources, reading, rank=1, ranks=2)

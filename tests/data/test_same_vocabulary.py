@@ -1,4 +1,4 @@
-"""Two tokenizers are compared by what they do, and weights are kept from tokens that they do not know."""
+"""Tokenizers are compared by their behaviour, and a model's weights never see tokens that they do not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of the docs, and what is in them."""
+"""Pages of the docs, with their shell blocks and commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *(page for folder in FOLDERS for page in so
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page, without `hybridtron`; `launcher` is what starts several processes of it."""
+    """One command of a page, without `hybridtron`. `launcher` is the program that starts several processes, if any."""
 
     page: Path
     words: tuple[str, ...]
@@ -37,7 +37,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def command_lines(page: Path) -> Iterator[list[str]]:
-    """The words of each line of the shell blocks, without comments; lines that end in a backslash are joined."""
+    """Yield the words of each line in the shell blocks, without comments; continued lines are joined."""
     for block in blocks(page, "sh"):
         for line in block.replace("\\\n", " ").splitlines():
             if words := shlex.split(line, comments=True):

@@ -43,7 +43,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_commands(page: str, about: str, workplace: Path) -> None:
-    """Those that name this; training gets the sizes of a run of seconds."""
+    """Run the page's commands that name `about`; training gets the sizes of a run that takes seconds."""
     for command in commands(ROOT / "docs" / page):
         if not any(word == about or f"/{about}" in word for word in command.words):
             continue

@@ -1,7 +1,7 @@
-"""Every command of the docs is parsed, and most are run as they are written.
+"""Every command in the docs is parsed, and most are run as they are written.
 
-Options go through the command's own parser, keys through the loader. What is run finds runs/... that are copies of one
-tiny run, and folders of a few thousand tokens; training commands get the sizes of that run. ONLY_PARSED names the
+Options go through the command's own parser, keys through the loader. Commands that run find runs/... that are copies of
+one tiny run, and folders with a few thousand tokens; training commands get the sizes of that run. ONLY_PARSED names the
 commands that are not run, and why.
 """
 
@@ -78,7 +78,7 @@ RUN = [pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else []) f
 
 
 class Parsed(Exception):
-    """Carries what a parser made of a command line."""
+    """Raised with a parser's result for a command line."""
 
 
 def only_parsed(command: Command) -> bool:
@@ -102,7 +102,7 @@ def a_run(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def workplace(a_run: Path, counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with all that the docs name, under the names of the docs; what they have below / is below it, too."""
+    """Create a folder with everything that the docs name, under the same names; paths below / are below this folder."""
     monkeypatch.chdir(tmp_path)
     for name in RUNS:
         shutil.copytree(a_run, tmp_path / "runs" / name)

@@ -1,4 +1,4 @@
-"""docs/keys.md is what the schema says, key by key."""
+"""docs/keys.md agrees with the schema, key by key."""
 
 from __future__ import annotations
 

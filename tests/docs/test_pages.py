@@ -18,7 +18,7 @@ FILE = "# hybridtron/"  # the tutorial's files, which tests/test_tutorial.py run
 
 
 def anchors(page: Path) -> set[str]:
-    """What `page.md#...` can name: its headings, as GitHub writes them."""
+    """Return the anchors that `page.md#...` can name: the page's headings in GitHub's spelling."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""Every rank of a big layout, built on the meta device: its shards add up, and are what the plan says."""
+"""Every rank of a big layout, built on the meta device: its shards add up, and agree with the plan."""
 
 from __future__ import annotations
 

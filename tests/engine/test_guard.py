@@ -88,9 +88,9 @@ def test_resumes_as_it_was_saved() -> None:
 
 
 def test_healthy_laptop_runs_refuse_no_step_and_spikes_are_refused() -> None:
-    """Norms of the laptop recipe, `run.seed=0` to 9 with `optim.spike=null`; a spike is ten times a norm of theirs.
+    """Use norms of the laptop recipe, `run.seed=0` to 9 with `optim.spike=null`; a spike is ten times such a norm.
 
-    The steep fall at the start widens what is usual until it has left the window.
+    The steep fall at the start widens the usual range until it has left the window.
     """
     runs = json.loads((Path(__file__).parent / "laptop_norms.json").read_text())
     assert len(runs) == 10

@@ -1,4 +1,4 @@
-"""The optimizer: which weights are decayed, what stays in fp32, how gradients add up, and when a step is refused."""
+"""The optimizer: weight decay by weight, fp32 masters, sums of gradients, and refused steps."""
 
 from __future__ import annotations
 

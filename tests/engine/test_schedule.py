@@ -71,7 +71,7 @@ def test_a_step_whose_tokens_are_all_masked_has_no_gradient(alone: Groups) -> No
 
 
 def of_step(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
-    """Loss, counted tokens and every gradient of a step of two micro-batches."""
+    """Return the loss, the counted tokens and every gradient of a step with two micro-batches."""
     loss = engine.forward_backward(batch.split(2))
     return {"loss": loss.total, "tokens": loss.tokens, **{k: v.clone() for k, v in engine.optimizer.gradients()}}
 

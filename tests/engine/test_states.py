@@ -1,4 +1,4 @@
-"""Carried states on one process: what rows start from in each mode, and that a step refused changes nothing."""
+"""Carried states on one process: the initial states in each mode, which a refused step does not change."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def lanes_of(length: int, steps: int) -> Batch:
 
 
 def chunk_of(stream: Batch, step: int, length: int) -> list[Batch]:
-    """What each lane reads in a step, two lanes a micro-batch; every token but the lane's first continues."""
+    """Return each lane's chunk in a step, two lanes per micro-batch. Every token but the lane's first continues."""
     here = slice(step * length, (step + 1) * length)
     tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (stream.tokens_BL, stream.labels_BL, stream.mask_BL))
     seq = SeqInfo.stream(LANES, length, start=step * length)
@@ -63,7 +63,7 @@ def chunk_of(stream: Batch, step: int, length: int) -> list[Batch]:
 
 
 def test_tbtt_equals_the_whole_stream(alone: Groups) -> None:
-    """Losses of chunks that start where the one before ended add up to the loss of the whole."""
+    """The losses of consecutive chunks with carried states add up to the loss of the full stream."""
     engine = engine_of(alone, mode="tbtt")
     stream = lanes_of(LENGTH, 5)
     plain = small_model(PATTERN)
@@ -191,7 +191,7 @@ def test_fitted_noise_follows_the_states_that_rows_end_in(alone: Groups) -> None
 
 
 def test_rounding_makes_no_variance_of_fitted_noise_negative(alone: Groups) -> None:
-    """Of three equal values, whose mean square is rounded down and whose mean up."""
+    """Use three equal values. Their mean square is rounded down, and their mean is rounded up."""
     carrier = engine_of(alone, mode="fitted").carrier
     assert carrier is not None
     sums_31 = torch.tensor([[3.0], [0.1 + 0.1 + 0.1], [3 * 0.1**2]], dtype=torch.float64)
@@ -249,7 +249,7 @@ def test_restarts_are_counted_on_and_not_for_a_refused_step(alone: Groups) -> No
 
 @pytest.mark.parametrize("precision", [one for one in Precision if one is not Precision.fp8_block])  # too small for it
 def test_what_is_kept_and_planned_are_the_same_bytes(alone: Groups, precision: Precision) -> None:
-    """Kept are states alone, not what they were cut from: the keys of the row, the inputs of the convolution."""
+    """Only states are kept, not the tensors that they were cut from, such as the row's keys."""
     config = run_of(mode="tbtt")
     config.precision = PrecisionConfig(precision, emulate=True)
     engine = Engine(config, alone)

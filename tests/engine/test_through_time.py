@@ -105,7 +105,7 @@ def test_detached_chunks_lose_gradients_and_no_loss(alone: Groups) -> None:
 
 
 def test_the_next_step_continues_without_a_gradient(alone: Groups) -> None:
-    """Two steps of one chunk each after the other give the loss of one step of two, and gradients that end between."""
+    """Two consecutive steps of two chunks have the loss of one step of four, and no gradient between them."""
     batch = rows_of(None, chunks=4)
     whole, _ = gradients(engine_of(tbtt(chunks=4), alone), batch.split(ROWS))
     engine = engine_of(tbtt(chunks=2), alone)
@@ -119,7 +119,7 @@ def test_the_next_step_continues_without_a_gradient(alone: Groups) -> None:
 
 
 def test_only_what_is_chosen_is_handed_over(alone: Groups) -> None:
-    """As much as between steps: with the recurrent states alone, chunks are chunks of detached runs in their losses."""
+    """With only recurrent states carried, the loss equals that of chunks in detached runs."""
     batch = rows_of(None)
     chosen = {"carry": [StateKind.ssm], "layers": [0]}
     loss, _ = gradients(engine_of(tbtt(**chosen), alone), batch.split(ROWS))
@@ -137,7 +137,7 @@ def peak(engine: Engine, batches: list[Batch]) -> int:
 
 
 def test_recompute_keeps_memory_flat_but_for_borders(alone: Groups) -> None:
-    """A chunk more adds the states that it starts from, its tokens, and what the loss reads; nothing inside it."""
+    """Each further chunk adds only its initial states, its tokens, and the loss's inputs; nothing from its inside."""
 
     def peak_of(chunks: int, recompute: str) -> int:
         engine = engine_of(tbtt(chunks=chunks, recompute=recompute, pattern="S-"), alone)

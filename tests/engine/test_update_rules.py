@@ -64,7 +64,7 @@ def config_of(parallel: ParallelConfig, name: str = "muon_like") -> Config:
 
 
 def batches_of(step: int, groups: Groups) -> list[Batch]:
-    """This data-parallel rank's half, or all, of the two rows of a step."""
+    """Return this data-parallel rank's share of a step's two rows."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(61, (2, 25), generator=generator)
     mask = torch.ones(2, 24, dtype=torch.bool)
@@ -98,7 +98,7 @@ def weights_after(seat: Seat, config: Config, folder: Path | None = None) -> dic
 
 
 def serial() -> dict[str, Tensor]:
-    """The same steps on one process by autograd and the formulas alone, without an optimizer of torch or Megatron."""
+    """Take the same steps on one process by autograd and the formulas alone, without an optimizer of a library."""
     (found,) = run_distributed(by_hand, 1, config_of(ParallelConfig()))
     return found
 

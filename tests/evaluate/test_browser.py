@@ -34,7 +34,7 @@ def browser() -> str:
 
 
 def said(browser: str, html: str, folder: Path) -> list[str]:
-    """What a page writes to the console, and what the browser says there of it; no name resolves."""
+    """Return a page's console output and the browser's messages about it. No host name resolves."""
     (folder / "page.html").write_text(html)
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}"]
@@ -46,7 +46,7 @@ def said(browser: str, html: str, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a heat map and lines, whose texts are those that break a page that does not escape them."""
+    """Return a page with a heat map and lines. Its texts would break a page without escaping."""
     folder = tmp_path_factory.mktemp("page")
     lines = [
         {
@@ -74,7 +74,7 @@ def test_it_opens_without_an_error(browser: str, html: str, tmp_path: Path) -> N
 
 
 def test_an_error_would_be_seen(browser: str, html: str, tmp_path: Path) -> None:
-    """A script that fails, and a picture that is elsewhere."""
+    """A failing script and a picture on another host are noticed."""
     broken = html.replace(
         "</body>", f"<img src='http://hybridtron.invalid/x.png'><script>absent()</script>{LOOK}</body>"
     )

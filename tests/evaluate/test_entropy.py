@@ -99,7 +99,7 @@ def test_spans_are_those_of_the_whole_matrix(scores: int, shift: int, monkeypatc
 
 
 def selected(steps: list[float], chunk: int) -> tuple[float, float]:
-    """Of one channel with these step sizes, a chunk at a time."""
+    """Return the entropy and its bound for one channel with these step sizes, fed a chunk at a time."""
     one = Selecting()
     before_softplus = torch.tensor(steps, dtype=torch.float64).expm1().log().view(1, -1, 1)
     for part in before_softplus.split(chunk, dim=1):

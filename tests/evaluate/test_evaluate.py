@@ -1,4 +1,4 @@
-"""An evaluation as a person starts it, on a run of a few steps: what is written, by hand; killed and continued."""
+"""An evaluation as a person starts it, on a run of a few steps: results checked by hand, killed and resumed."""
 
 from __future__ import annotations
 

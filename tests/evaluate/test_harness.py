@@ -158,7 +158,7 @@ def shot_tasks(folder: Path) -> list[str]:
 
 
 def test_chats_are_those_of_the_exported_model(talker: Path, tmp_path: Path) -> None:
-    """Template, examples as turns, an answer that is begun, a system prompt that is left out: prompts and results."""
+    """Compare prompts and results: template, examples as turns, an answer's beginning, and no system prompt."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -1,4 +1,4 @@
-"""`run.evaluate`: a run measures what `hybridtron evaluate` finds of its checkpoints, and trains with the same bits."""
+"""`run.evaluate`: a run measures the same as `hybridtron evaluate`, and trains with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of results by hand: means, standard errors, perplexities, averages; and what a suite or a file asks."""
+"""Rows of results by hand: means, standard errors, perplexities, averages; and questions of a suite or a file."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_records_continue_where_a_line_was_cut(tmp_path: Path) -> None:
 
 
 class Outside(HTMLParser):
-    """What a page loads or runs."""
+    """Parser for the resources that a page loads and the scripts that it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_the_effective_length_is_the_longest_that_reaches_the_threshold() -> Non
 
 @pytest.mark.parametrize(("beyond", "holds"), [(2.0, True), (2.03, True), (2.05, False)])
 def test_length_generalization_is_a_question_of_the_worst_doubling(beyond: float, holds: bool) -> None:
-    """Of 16 tokens, in 64: text that is twice as hard for both readings makes no difference."""
+    """Use a context of 16 tokens in rows of 64. Text that is twice as hard for both readings makes no difference."""
     shown = [4.0] * 4 + [2.0] * 12 + [4.0] * 16 + [beyond] * 32
     within = [4.0] * 4 + [2.0] * 12 + [4.0] * 16 + [2.0] * 32
     lines = [

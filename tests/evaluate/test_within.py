@@ -16,7 +16,7 @@ from tests.conftest import small_model
 
 @torch.no_grad()
 def loss_at(model: LanguageModel, tokens_BT: torch.Tensor, start: int, position: int) -> torch.Tensor:
-    """Of the token after `position` tokens, of which the first `start` are not shown."""
+    """Return the loss of the token after `position` tokens, where the first `start` are not shown."""
     shown_BL = tokens_BT[:, start:position]
     logits_BV = model(shown_BL, None, SeqInfo.stream(*shown_BL.shape)).output[-1]
     return F.cross_entropy(logits_BV, tokens_BT[:, position])

@@ -1,4 +1,4 @@
-"""The example of conversations: what is asked, what of it is learned, and that its recipe ends in a chat model."""
+"""The example of conversations: its questions, its learned tokens, and its recipe, which ends in a chat model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_answer_is_the_first_sentence(text: str, sentence: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_recipe_ends_in_a_chat_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """With few tokens: what is prepared, trained in three phases, exported, and asked."""
+    """Prepare, train in three phases, export and ask, with few tokens."""
     monkeypatch.chdir(tmp_path)
     prepare = ["data", "prepare", "--input"]
     assert main([*prepare, "embedded", "--vocab-size", "2048", "--output", "data/embedded-2048"]) == 0

@@ -58,7 +58,7 @@ def test_the_grown_model_starts_with_a_rate_of_zero() -> None:
 
 
 def test_what_a_missing_run_starts_from_is_trained_again_where_it_is_not_there(tmp_path: Path) -> None:
-    """All the way down, but not what stands before a run that has finished."""
+    """Train missing runs again from the newest finished run on, and nothing before that."""
     runs = part_of(STUDY, tmp_path, tmp_path).sweep.runs
     missing = [run for run in runs if run.variant == "hax-needles"]
     assert [run.variant for run in with_starts(missing, runs, Folder(tmp_path))] == ["base", "hax", "hax-needles"]
@@ -68,7 +68,7 @@ def test_what_a_missing_run_starts_from_is_trained_again_where_it_is_not_there(t
 
 
 def found(values: dict[int, list[float]]) -> dict[str, Any]:
-    """By length the shares of keys of 3 and of 4 digits."""
+    """Make up a result: by length, the shares of keys found with 3 and with 4 digits."""
     rows = [
         {"digits": digits, "length": length, "value": value, "standard_error": 0.01, "n": 220}
         for length, of in values.items()

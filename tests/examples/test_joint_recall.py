@@ -77,7 +77,7 @@ def test_rows_hold_the_largest_table() -> None:
 
 
 def test_more_seeds_take_the_best_rate_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where not all rates have been measured, there is no best one yet."""
+    """While some rates have not been measured, there is no best one."""
     part = rates_part(STUDY, tmp_path, tmp_path)
 
     class Measured:

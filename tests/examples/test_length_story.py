@@ -1,4 +1,4 @@
-"""The length story at a size of seconds, stopped and resumed; and what its page says of numbers made up here."""
+"""The length story at a size of seconds, stopped and resumed; and its page for numbers made up here."""
 
 from __future__ import annotations
 

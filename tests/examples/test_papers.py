@@ -41,7 +41,7 @@ KEPT = ROOT / "benchmarks/results"
 
 
 def kept(**parts: dict[str, list[Any]]) -> Kept:
-    """Made up: what was found of each variant, seed by seed."""
+    """Make up results of each variant, seed by seed."""
     measured = {
         name: [
             (SweepRun(f"{variant}-{seed}", variant, {SEED: str(seed)}, ()), Result(SHAPE, found, 10.0, "abc"))
@@ -71,7 +71,7 @@ def test_every_claim_has_a_name_of_its_own_and_a_rule() -> None:
 
 
 def test_what_claims_need_are_runs_of_the_studies(tmp_path: Path) -> None:
-    """By the plans of the real sizes, with the results that are kept."""
+    """Compare with the plans at their real sizes, with the stored results."""
     plans = {name: part for study in STUDIES for name, part in study.plan(Where(tmp_path, KEPT, False)).items()}
     known = {name: {run.variant for run in part.sweep.runs} for name, part in plans.items()}
     for claim in CLAIMS:
@@ -180,7 +180,7 @@ def test_a_curve_that_fails_and_what_repairs_it() -> None:
 
 
 def test_answers_far_beyond_the_context_are_compared() -> None:
-    """By hand: errors of 0.03 at each of two lengths are one of 0.03 / sqrt 2 of their mean, for each of the models."""
+    """Errors of 0.03 at each of two lengths give each model's mean an error of 0.03 / sqrt 2."""
 
     def asked(*values: float) -> list[dict[str, Any]]:
         return [
@@ -211,7 +211,7 @@ def test_the_middle_third_of_the_scans_counts() -> None:
 
 
 def test_pages_are_written_from_kept_results_alone(tmp_path: Path) -> None:
-    """Those of HAX are all there."""
+    """The results of HAX are complete."""
     assert main(["hax", "--pages", "--runs", str(tmp_path / "runs"), "--output", str(tmp_path)]) == 0
     text = (tmp_path / "hax.md").read_text()
     verdicts = dict(re.findall(r"^\| \[([\w-]+)\].* \| ([^|]+) \|$", text, re.MULTILINE))
@@ -233,7 +233,7 @@ def test_a_page_says_what_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_a_further_experiment_says_how_much_of_a_distance_it_explains(tmp_path: Path) -> None:
-    """By hand: of losses 4 and 3 apart from Samba's, a convolution takes half and all."""
+    """Losses are 4 and 3 above Samba's; a convolution removes half of the one and all of the other."""
     by_name = {"samba": 2, "sliding-gla": 6, "sliding-gla-sc": 4, "sliding-retnet": 5, "sliding-retnet-sc": 2}
     tables = {name: [read(*[math.exp(loss)] * 4)] for name, loss in by_name.items()}
     claim = BY_NAME["table3-order"]
@@ -303,7 +303,7 @@ def test_a_piece_ends_when_its_minutes_are_planned(tmp_path: Path, monkeypatch: 
 
 
 def test_minutes_planned_and_used_are_those_of_the_claims_runs(tmp_path: Path) -> None:
-    """Of length generalization's first repairs, nothing yet; of HAX's grown models, all, with what each took."""
+    """Length generalization's first repairs have no results yet; HAX's grown models have all, with their minutes."""
     where = Where(tmp_path / "runs", KEPT, False)
     nothing = Where(tmp_path / "runs", tmp_path / "results", False)
     rows = minutes_by_sweep([BY_NAME["figure5-repairs"]], nothing).rows
@@ -327,7 +327,10 @@ def test_all_results_that_are_kept_are_those_of_the_plans(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_full_attention_fails_beyond_its_rows_at_once(tmp_path: Path) -> None:
-    """Robust at the size of minutes: Table 3's Llama against Llama-SWA, Mamba and Samba. What has a result is kept."""
+    """The result is robust at a size of minutes: Table 3's Llama against Llama-SWA, Mamba and Samba.
+
+    Runs with a stored result are not repeated.
+    """
     out = tmp_path / "out"
     results = tmp_path / "results"
     where = ["--results", str(results), "--output", str(out)]

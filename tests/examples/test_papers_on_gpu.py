@@ -1,4 +1,4 @@
-"""What shows claims on a GPU: runs fit, are long enough and last a day at most; scripts; and columns of real runs."""
+"""Claims on a GPU: runs fit, are long enough and last a day at most; scripts; and columns from real runs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_recipe_that_eight_ranks_cannot_share_is_as_slow_as_its_stages() -> No
 
 
 def test_claims_of_a_sweep_train_it_in_the_same_way() -> None:
-    """Or what one of them has trained could not serve another."""
+    """Otherwise a run that one claim has trained could not serve another."""
     for of in by_sweep(CLAIMS).values():
         assert len({on_gpu.smaller for _, on_gpu in of}) == 1
 
@@ -136,7 +136,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the command's own parser, which then stops."""
+    """Parse words by the command's own parser, and stop before the command runs."""
     with monkeypatch.context() as patch:
         for name in ("parse_args", "parse_intermixed_args"):
             patch.setattr(argparse.ArgumentParser, name, raising(getattr(argparse.ArgumentParser, name)))
@@ -194,7 +194,7 @@ def run(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_a_trained_run_fills_a_column_that_the_page_shows(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a claim of Samba's, read in shorter rows; the perplexity of counting, in words of 32."""
+    """Use a claim on Samba with shorter rows; the column has the perplexity of counting."""
     claim = BY_NAME["table3-order"]
     assert claim.on_gpu is not None
     shorter = replace(claim, on_gpu=replace(claim.on_gpu, column=in_rows(16, 32)))
@@ -215,7 +215,7 @@ def test_a_trained_run_fills_a_column_that_the_page_shows(
 
 
 def test_columns_of_positions_and_of_tasks(run: Path, tmp_path: Path) -> None:
-    """Each cell is what it says: in shape, and where 20 steps of counting say enough, in size."""
+    """Check each cell's form, and its size where 20 steps of counting suffice."""
     column = by_position(1, 2)
     assert column.titles == ("least perplexity", "at 1x", "at 2x", "at 2x over the same tokens within a context")
     least, at_one, at_two, rise = map(float, column.cells(run))
@@ -287,7 +287,7 @@ def test_claims_of_speed_have_a_script_of_their_own(name: str) -> None:
 def test_speed_of_named_models_fills_a_column(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where there is a GPU, which is pretended; the models are small, and really timed."""
+    """Pretend that there is a GPU; the models are small, and really timed."""
     prefill = replace(TIMED["figure3-prefill"], timed_models=("laptop", "mamba2_laptop"))
     monkeypatch.setitem(PAPERS, "samba", replace(PAPERS["samba"], claims=(prefill,)))
     where = ["--results", str(tmp_path / "results"), "--output", str(tmp_path / "out")]

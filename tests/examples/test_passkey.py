@@ -1,4 +1,4 @@
-"""The passkey study at a size of a minute, stopped and resumed; and what its page says of numbers made up here."""
+"""The passkey study at a size of a minute, stopped and resumed; and its page for numbers made up here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_point_of_the_losses_is_a_mean_of_ten_steps() -> None:
 
 
 def rows(values: dict[int, list[float]]) -> list[dict[str, Any]]:
-    """Of each length, by depth."""
+    """Return rows of results by length, each with values by depth."""
     return [
         {
             "task": "passkey", "length": length, "metric": "exact", "value": sum(of) / len(of), "standard_error": 0.1,

@@ -117,7 +117,9 @@ def test_an_answer_is_that_of_a_value_behind_its_key_and_its_distance_that_to_th
 
 
 def made_up(recall: float, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
-    """Of a thousand answers in each bin of distances this share is right; all of those in the window."""
+    """Make up results with this share of right answers among 1,000 in each distance bin; inside the window all are
+    right.
+    """
     right = [1000 if last <= 256 else round(1000 * recall) for last in DISTANCES]
     one = {"asked": [1000] * len(DISTANCES), "right": right, "nats": [0.0] * 2 + [1000.0] * 3}
     return {str(length): one for length in lengths}

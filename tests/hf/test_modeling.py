@@ -75,7 +75,7 @@ def test_generation_with_a_cache_is_generation_without(name: str, how: dict[str,
 
 
 def test_generation_reads_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache by a name that the model does not know would be ignored, and all that came before read again."""
+    """A cache under a name unknown to the model would be ignored, and all earlier tokens would be read again."""
     model = model_of("samba")
     lengths = []
     forward = HybridtronModel.forward
@@ -162,7 +162,7 @@ def test_packed_documents_are_as_rows_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY_MIXER)
 @torch.no_grad()
 def test_a_row_whose_first_pieces_are_padding(name: str) -> None:
-    """What padding left in the cache is forgotten when a row begins."""
+    """State from padding in the cache is forgotten when a row begins."""
     model = model_of(name)
     tokens_BL = tokens(2, 30)
     mask_BL = torch.ones_like(tokens_BL)

@@ -1,4 +1,4 @@
-"""What the tests of the store share: a folder in two forms, a bucket that holds it, and a way to look at all of it.
+"""Fixtures that the store's tests share: a folder in two forms, a bucket that holds it, and a reader for all of it.
 
 A test module takes the fixtures with `bucket, s3 = stores.bucket, stores.s3`.
 """

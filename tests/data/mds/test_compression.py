@@ -1,4 +1,4 @@
-"""Compressed shards that are not what is said of them."""
+"""Compressed shards that differ from their description."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def cached_bytes(folder: Path) -> int:
 
 
 def counted_digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is hashed from now on."""
+    """Return a list that collects the digests computed from now on, for data of more than 1,000 bytes."""
     counted: list[str] = []
 
     def counting(data: bytes) -> str:
@@ -238,7 +238,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module", autouse=True)
 def other(bucket: FakeS3) -> Iterator[subprocess.Popen[str]]:
-    """Another process, which reads the whole folder through the cache whose path it is sent."""
+    """Start another process that reads the full folder through a cache; its path is sent to the process."""
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What the store does when something breaks: it survives what passes, and ends in an error that names what does not."""
+"""Faults of the store: temporary ones are survived, and permanent ones end in an error that names them."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_damaged_local_compressed_shard(tmp_path: Path):
 
 
 def tamper(folder: Path, change: Callable[[dict], None], source: str = "train/web") -> TokenFolder:
-    """A folder whose index is another, with a manifest that has the other's digest."""
+    """Change a folder's index, with a manifest that has the changed index's digest."""
     index = folder / source / "index.json"
     values = json.loads(index.read_text())
     change(values["shards"][1])

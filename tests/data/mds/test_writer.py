@@ -70,7 +70,7 @@ SAMPLES = [{"text": "naïve ☕", "n": 3, "more": np.arange(6, dtype=np.int32).r
 
 @pytest.mark.parametrize("encoding", ["ndarray:int32", "ndarray:int32:2,3"])
 def test_one_of_several_columns(tmp_path: Path, encoding: str) -> None:
-    """Before and behind columns of fixed and of their own sizes, one of which nobody should decode."""
+    """Read a column before and after others with fixed or variable sizes. One of them must not be decoded."""
     columns = {"a": "pkl", "more": encoding, "n": "int", "text": "str"}
     samples = [{"a": object, "more": np.ones((2, 3), np.int32), **sample} for sample in SAMPLES]
     with MDSWriter(out=str(tmp_path), columns=columns) as writer:

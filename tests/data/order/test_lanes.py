@@ -71,7 +71,7 @@ def walk(lanes: Lanes, lane: int, steps: int) -> list[tuple[int, int, int]]:
 
 
 def documents(tokens: list[tuple[int, int, int]], lengths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """The documents that end in a lane, after a check that each one is whole and follows the other."""
+    """Return the documents that end in a lane. Each must be complete and follow the one before."""
     ended = []
     before = None
     for source, document, place in tokens:
@@ -100,7 +100,7 @@ def test_the_order_never_changes():
 @example([[1], [40]], 9, 1, 1)
 @example([toy_lengths(25)], 40, 16, 10**9)
 def test_a_round_is_dealt_out_whole(lengths: list[list[int]], lanes: int, seq_len: int, shuffle_tokens: int):
-    """A round is every document of its part of each stream, once; and a lane is its pieces, one behind the other."""
+    """A round has every document in its part of each stream once, and a lane is its pieces, one after another."""
     streams = [stream(own, shuffle_tokens, seed) for seed, own in enumerate(lengths)]
     weights = {1: [3], 2: [1, 7], 3: [4, 1, 3]}[len(streams)]  # shares that 2**-60 divides
     round_tokens = min(shuffle_tokens, sum(map(sum, lengths)))

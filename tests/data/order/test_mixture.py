@@ -28,7 +28,7 @@ def walk(mixture: Mixture, rows: int) -> np.ndarray:
 
 
 def rows(mixture: Mixture, source: int, first: int) -> int:
-    """How many of the rows before `first` are the source's: the number of its next row."""
+    """Count the source's rows before `first`: the number of its next row."""
     while (place := mixture.place(first))[0] != source:
         first += 1
     return place[1]

@@ -1,4 +1,4 @@
-"""The order of documents and windows against what it promises: each token once an epoch, few shards at a time."""
+"""The order of documents and windows: each token once an epoch, and few shards at a time."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_epoch_is_every_document_once_and_whole(toy: Source, shuffle_tokens: 
 @properties
 @given(sources, st.integers(1, 60), st.integers(1, 20), st.sampled_from([None, 0, 1]))
 def test_each_token_is_an_input_once_an_epoch(toy: Source, shuffle_tokens: int, seq_len: int, seed: int | None):
-    """As many epochs as make whole rows, after which the windows of the last epoch are all read too."""
+    """Read enough epochs to fill complete rows; then the windows of the last epoch are all read too."""
     windows = ShuffledWindows(toy.stream(shuffle_tokens, seed), seq_len, shuffle_tokens, seed)
     total = int(toy.lengths.sum())
     seen = np.zeros(total, dtype=int)

@@ -1,4 +1,4 @@
-"""What the tests of preparation share: a small tokenizer, files of every format, and a reader of the result."""
+"""Helpers that the tests of preparation share: a small tokenizer, files of every format, and a reader of the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates that compute without end, fill memory or break what renders them: each ends, with words."""
+"""Chat templates that loop forever, fill memory or break the renderer: each ends with a message."""
 
 from __future__ import annotations
 

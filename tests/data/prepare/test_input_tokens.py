@@ -1,4 +1,4 @@
-"""Formats that hold tokens, from files made by those who own the format, or by its description."""
+"""Formats that hold tokens, from files made by the format's own tools or by its description."""
 
 from __future__ import annotations
 

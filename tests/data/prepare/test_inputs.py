@@ -1,4 +1,4 @@
-"""Every format that can be prepared, from files made by hand or by those who own the format."""
+"""Every format that can be prepared, from files made by hand or by the format's own tools."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_names_of_sources() -> None:
 
 
 def test_links_multiply_nothing(tmp_path: Path) -> None:
-    """A cycle, a linked sibling, hard and symbolic links to a file: what they lead to is read once."""
+    """A cycle, a linked sibling, hard and symbolic links to a file: each target is read once."""
     root = tmp_path / "in"
     write_jsonl(root / "z/a.jsonl", TEXTS)
     write_jsonl(root / "b.jsonl", ["b"])
@@ -259,7 +259,7 @@ def test_a_line_that_never_ends_takes_no_memory(name: str, tmp_path: Path, monke
 
 
 def test_a_zstd_window_that_asks_for_gigabytes_is_refused(tmp_path: Path) -> None:
-    """A window of 2 GiB in the header of a frame, which is what a decoder would reserve."""
+    """A frame's header has a window of 2 GiB, which a decoder would reserve."""
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + b"\x0b\x00\x00x")
     with pytest.raises(InputError):
         read_all(tmp_path / "a.jsonl.zst")

@@ -1,4 +1,4 @@
-"""What is learned of a JSON line: masks against bytes counted by hand, transformers' own masks, and messages."""
+"""The learned tokens of a JSON line: masks compared with bytes counted by hand and with transformers' own masks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def vocabulary() -> Vocabulary:
 
 
 def chatting(vocabulary: Vocabulary, folder: Path, template: object = CHATML, **config: str) -> Vocabulary:
-    """The same with a chat template, from the files that tokenizers come in."""
+    """Return the vocabulary with a chat template, opened from a tokenizer's usual files."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(vocabulary.json)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **config}))
@@ -77,7 +77,7 @@ def documents(folder: TokenFolder) -> list[tuple[list[int], list[int]]]:
 
 
 def bytes_of(tokenizer: Tokenizer) -> dict[int, int]:
-    """How many bytes each token stands for: byte-level tokens are spelled with a letter for each."""
+    """Count the bytes that each token stands for: byte-level tokens are spelled with one letter per byte."""
     return {number: len(token) for token, number in tokenizer.get_vocab().items()}
 
 
@@ -92,7 +92,7 @@ parts = st.sampled_from(["a", " ", "  ", "42", " 42", "\n", "☕", "é", "日本
 def test_a_token_is_learned_where_its_last_character_is(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, text: str, places: list[int], trims: bool, pieces: bool
 ):
-    """Counted in bytes, of which every token of this vocabulary has as many as letters."""
+    """Count in bytes; a token in this vocabulary has as many bytes as letters."""
     monkeypatch.setattr(tokenized_module, "PIECE", 20 if pieces else 10**6)
     monkeypatch.setattr(tokenized_module, "NEAR", 10)
     if trims:  # as most byte-level tokenizers come: their offsets leave out spaces
@@ -124,7 +124,7 @@ def test_a_space_belongs_to_the_word_behind_it(vocabulary: Vocabulary, tmp_path:
 
 
 def test_a_prompt_and_its_completion_are_tokenized_apart(vocabulary: Vocabulary, tmp_path: Path):
-    """The boundary lies in what would be one token; the source is what the line names."""
+    """The boundary falls inside text that would be one token. The line names its source."""
     record = {"prompt": "Answer: 4", "completion": f"2 {END_OF_TEXT}.", "meta": {"redpajama_set_name": "text"}}
     folder = made(tmp_path, vocabulary, "completion", record, {"prompt": "", "completion": "x"})
     tokenizer = vocabulary.tokenizer()
@@ -241,7 +241,10 @@ def test_forms_are_those_of_the_command():
 
 
 def test_documents_are_left_out_by_their_tokens(vocabulary: Vocabulary, tmp_path: Path):
-    """Counted with eos, as the folder counts; what came before the limits is refused as other arguments."""
+    """Lengths include eos, as in the folder.
+
+    A folder from before these limits existed counts as prepared with other arguments and is refused.
+    """
     tokenizer = vocabulary.tokenizer()
     contents = ["x " * count for count in range(1, 40)]
     counts = [len(tokenizer.encode(text).ids) + 1 for text in contents]

@@ -1,4 +1,4 @@
-"""Preparation from inputs to folder: what is written, and that it is always the same."""
+"""Preparation from inputs to folder: the written files, which are always the same."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_copies_of_a_document_are_on_one_side(vocabulary: Vocabulary, tmp_path: 
 
 
 def test_tokens_of_others(tmp_path: Path) -> None:
-    """eos is not doubled, what has nothing else is left out, and the split does not see it either."""
+    """eos is not doubled, and a document of eos alone is left out. The split does not depend on either."""
     vocabulary = words(300)
     write_tokens(tmp_path / "in", [[5, 6], [7, 8, 299], [299], [9]])
     folder = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", vocabulary, FolderSettings(validation=0))

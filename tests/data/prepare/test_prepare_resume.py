@@ -1,4 +1,4 @@
-"""What an interruption of a preparation costs, what may change before it resumes, and its worker processes."""
+"""An interrupted preparation: its cost, allowed changes before it resumes, and its worker processes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_other_arguments_do_not_resume(
 def test_a_damaged_input_can_be_mended(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not finished may change; nothing of how it was before stays."""
+    """An unfinished input may change, and nothing from its former contents remains."""
     output = tmp_path / "out"
     third = inputs / "2.jsonl.zst"
     good = third.read_bytes()
@@ -173,7 +173,7 @@ def test_what_failed_before_a_part_was_finished_blocks_nothing(
 def test_records_of_one_input_a_part_are_resumed_from(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records of the former format, of one input a part, are read."""
+    """Records in the former format, with one input per part, are read."""
     interrupted(monkeypatch, inputs, tmp_path / "out", vocabulary)
     for file in (tmp_path / "out.partial/records").iterdir():
         with np.load(file) as stored:

@@ -1,4 +1,4 @@
-"""Which token ends documents, and tokenizers that can't be used."""
+"""The token that ends documents, and tokenizers that can't be used."""
 
 from __future__ import annotations
 

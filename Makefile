@@ -38,25 +38,25 @@ train: $(VENV)/.ready
 	$(BIN)/python train.py
 
 length-story: $(VENV)/.ready
-	$(BIN)/python -m examples.length_story.story
+	$(BIN)/python -m studies.length_story.story
 
 passkey: $(VENV)/.ready
-	$(BIN)/python -m examples.passkey.study
+	$(BIN)/python -m studies.passkey.study
 
 mixers: $(VENV)/.ready
-	$(BIN)/python -m examples.mixers.study
+	$(BIN)/python -m studies.mixers.study
 
 joint-recall: $(VENV)/.ready
-	$(BIN)/python -m examples.joint_recall.study --results benchmarks/results/joint_recall
+	$(BIN)/python -m studies.joint_recall.study --results studies/joint_recall/results
 
 grown: $(VENV)/.ready
-	$(BIN)/python -m examples.grown.study --results benchmarks/results/grown
+	$(BIN)/python -m studies.grown.study --results studies/grown/results
 
 span-study: $(VENV)/.ready
-	$(BIN)/python -m examples.span_study.study --results benchmarks/results/span_study
+	$(BIN)/python -m studies.span_study.study --results studies/span_study/results
 
 papers: $(VENV)/.ready
-	$(BIN)/python -m examples.papers
+	$(BIN)/python -m studies.papers
 
 setup: $(VENV)/.ready
 

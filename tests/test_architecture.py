@@ -154,7 +154,9 @@ def dotted(node: ast.expr) -> str | None:
 SOURCES = [SourceFile(path) for path in sorted(PACKAGE.rglob("*.py"))]
 SHIPPED = [source for source in SOURCES if source.shipped]
 BESIDE = [
-    SourceFile(path) for room in ("benchmarks", "examples", "slurm", "tools") for path in (ROOT / room).rglob("*.py")
+    SourceFile(path)
+    for room in ("benchmarks", "examples", "slurm", "studies", "tools")
+    for path in (ROOT / room).rglob("*.py")
 ]
 EVERYTHING = [*SOURCES, *BESIDE, SourceFile(ROOT / "train.py")]
 LINES_OF_A_FILE = 500

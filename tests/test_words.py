@@ -10,7 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-FOLDERS = (".ci", ".github", "benchmarks", "configs", "docs", "examples", "hybridtron", "slurm", "tests", "tools")
+FOLDERS = (
+    ".ci",
+    ".github",
+    "benchmarks",
+    "configs",
+    "docs",
+    "examples",
+    "hybridtron",
+    "slurm",
+    "studies",
+    "tests",
+    "tools",
+)
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".toml", ".sh", "")  # without a suffix: Makefile, Dockerfile, .ci/run
 KEPT = {  # former names that still work, a method of Python's files, words of bAbI, and the files that use them
     "went back": (

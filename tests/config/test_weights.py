@@ -207,7 +207,7 @@ def test_official_checkpoints_have_the_papers_numbers(recipe: str, peak: float, 
 
 
 def test_the_sweep_of_figure_12_starts_from_an_import(imported: Path) -> None:
-    sweep = read(Path(__file__).parents[2] / "examples" / "sweep" / "length" / "sigma.yaml")
+    sweep = read(Path(__file__).parents[2] / "studies" / "sweeps" / "length" / "sigma.yaml")
     deviations = []
     for run in sweep.runs:
         config = load([f"run.weights={imported}" if one.startswith("run.weights=") else one for one in run.settings])

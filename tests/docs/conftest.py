@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.train.conftest import counting_folder as counting_folder  # the fixture
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("benchmarks", "configs", "docs", "examples", "hybridtron", "slurm")
+FOLDERS = ("benchmarks", "configs", "docs", "examples", "hybridtron", "slurm", "studies")
 PAGES = [*sorted(ROOT.glob("*.md")), *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
 
 

@@ -55,13 +55,19 @@ def test_pages_say_what_benchmarks_measured() -> None:
     """docs/states.md has the measured numbers of copying and of keys; the joint recall README has the verdicts."""
     states = text_of("docs/states.md")
     for row in ("zero", "passing"):
-        assert f"copies {percent(cells('benchmarks/length_story.md', row)[-1])}" in states
+        assert f"copies {percent(cells('studies/length_story/length_story.md', row)[-1])}" in states
     for row, sentence in (("from zero states", "finds {} of them"), ("from fitted noise", "and {} when")):
-        assert sentence.format(percent(cells("benchmarks/passkey.md", row)[-1])) in states
-    verdicts = re.findall(r"^\| Figure 5 \(joint recall\) \| .* \| (.*) \|$", text_of("docs/papers.md"), re.MULTILINE)
+        assert sentence.format(percent(cells("studies/passkey/passkey.md", row)[-1])) in states
+    verdicts = re.findall(
+        r"^\| Figure 5 \(joint recall\) \| .* \| (.*) \|$", text_of("studies/papers/pages/overview.md"), re.MULTILINE
+    )
     assert (len(verdicts), verdicts.count("agrees")) == (10, 1)
-    readme = " ".join(text_of("examples/joint_recall/README.md").split())
-    pairs = text_of("benchmarks/joint_recall.md").partition("## What the paper says of pairs")[2].partition("\n## ")[0]
+    readme = " ".join(text_of("studies/joint_recall/README.md").split())
+    pairs = (
+        text_of("studies/joint_recall/joint_recall.md")
+        .partition("## What the paper says of pairs")[2]
+        .partition("\n## ")[0]
+    )
     yes = re.findall(r"^\| .* \| yes \|$", pairs, re.MULTILINE)
     assert len(yes) == 7
     assert "In seven of ten pairs they stand as the paper's do" in readme

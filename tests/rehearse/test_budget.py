@@ -99,7 +99,7 @@ def test_every_budget_has_the_same_keys_and_the_name_of_its_run() -> None:
         assert budgets.path_of(load(settings).run.name) == path
 
 
-STUDY = "examples/sweep/span"
+STUDY = "studies/sweeps/span"
 
 
 def mixers_of(config: Config) -> str:

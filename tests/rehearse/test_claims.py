@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from examples.papers.__main__ import PAPERS
-from examples.papers.on_gpu import Chain, chain_of, config_of, loadable, runs_of
 from hybridtron.architecture.table import architecture
 from hybridtron.config.load import load, to_plain
 from hybridtron.config.schema import Config
@@ -24,6 +22,8 @@ from hybridtron.ops.sparse.triton import FP32_SIZE
 from hybridtron.planning.fit import fit, settings_of
 from hybridtron.planning.rates import GPUS, HEAD_ROOM
 from hybridtron.rehearse.suite_page import NEAR
+from studies.papers.__main__ import PAPERS
+from studies.papers.on_gpu import Chain, chain_of, config_of, loadable, runs_of
 from tests.rehearse.programs import PATIENT, printed_by
 
 H100 = GPUS["h100"]

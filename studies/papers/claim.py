@@ -1,0 +1,214 @@
+"""A paper's claim as data: its text, the rule of agreement, the runs it needs, and the functions that judge it.
+
+`agreement` was written down before the runs. A claim is judged from stored results alone. It waits while runs are
+missing, and it is undecided if a difference is below two standard errors.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hybridtron.sweep.grid import SweepRun
+from studies.papers.columns import Column
+from studies.results import Result
+from studies.study import Measured
+
+ERRORS = 2.0  # a smaller difference, in standard errors, is undecided
+
+
+class Said(Enum):
+    """The outcome of a claim, by our results."""
+
+    AGREES = "agrees"
+    NOT = "does not agree"
+    UNDECIDED = "undecided"
+    UNSEEN = "cannot be seen at this size"
+    WAITS = "waits for runs"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    said: Said
+    numbers: str
+
+
+@dataclass(frozen=True)
+class Table:
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """Runs that test the claim at a size of the paper's: a sweep of studies/sweeps, each run on one H100.
+
+    only: variants or runs that are read; the runs that they start from are trained too
+    smaller: settings that make the runs shorter than the paper's, but long enough for the claim
+    column: reads a run for the page's third column; with `every`, all of its stored checkpoints
+    reads: without a column, the arguments of `hybridtron evaluate RUN`
+    hours: expected time of each run, if benchmarks/rehearse.jsonl does not have its recipe
+    """
+
+    sweep: str
+    only: tuple[str, ...]
+    smaller: tuple[str, ...] = ()
+    column: Column | None = None
+    every: bool = False
+    reads: str = ""
+    hours: float | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper, with its runs and its rule.
+
+    `needs` maps sweeps to variants; `timed` names a measurement of speed. `seen_at` says at which size the claim could
+    be tested, and at which cost. If claim and results disagree, `reason` reports a further experiment with the variants
+    of `further`, which do not enter the judgement. `timed_models` are recipes of the paper's size that are timed on a
+    GPU.
+    """
+
+    name: str
+    where: str
+    says: str
+    paper: Table
+    agreement: str
+    needs: Mapping[str, tuple[str, ...]]
+    ours: Callable[[Kept], Table]
+    judge: Callable[[Kept], Verdict]
+    draw: Callable[[Kept, Path], None] | None = None
+    seen_at: str = ""
+    reason: Callable[[Kept], str] | None = None
+    further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    timed: str = ""
+    timed_models: tuple[str, ...] = ()
+    on_gpu: OnGpu | None = None
+
+
+@dataclass(frozen=True)
+class Paper:
+    name: str
+    title: str
+    claims: tuple[Claim, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """All stored results: runs by sweep, and measurements of speed."""
+
+    measured: Measured
+    timed: Mapping[str, Mapping[str, Any]]
+
+    def results(self, part: str, variant: str) -> list[Result]:
+        """Return the results of a variant, one for each measured seed."""
+        return [result for run, result in self.measured.get(part, ()) if run.variant == variant]
+
+    def found(self, part: str, variant: str) -> list[Any]:
+        return [result.found for result in self.results(part, variant)]
+
+    def first(self, part: str, variant: str) -> Any:
+        """Return the measured values of the first seed, or None."""
+        return next(iter(self.found(part, variant)), None)
+
+    def of(self, needs: Mapping[str, tuple[str, ...]]) -> list[tuple[SweepRun, Result]]:
+        """Return the runs of the needed variants with their results."""
+        return [
+            pair for part, names in needs.items() for pair in self.measured.get(part, ()) if pair[0].variant in names
+        ]
+
+    def missing(self, needs: Mapping[str, tuple[str, ...]]) -> list[str]:
+        """Name the variants that have no result."""
+        return [f"{part}: {name}" for part, names in needs.items() for name in names if not self.results(part, name)]
+
+
+def judged(claim: Claim, kept: Kept) -> Verdict:
+    """Judge a claim by its own rule; it waits while results are missing."""
+    if missing := [*kept.missing(claim.needs), *({claim.timed} - {"", *kept.timed})]:
+        return Verdict(Said.WAITS, f"no result yet of {', '.join(missing)}")
+    return claim.judge(kept)
+
+
+def unseen(why: str) -> Callable[[Kept], Verdict]:
+    """Return the judge for a claim that models of a laptop's size cannot test."""
+    return lambda kept: Verdict(Said.UNSEEN, why)
+
+
+EMPTY = Table((), ())
+
+
+def nothing(kept: Kept) -> Table:
+    """Return an empty table, for claims without a table of ours."""
+    return EMPTY
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two groups of values, one value for each seed; the claim is that `less` has the lower mean."""
+
+    name: str
+    less: Sequence[float]
+    more: Sequence[float]
+
+
+def in_order(pairs: Iterable[Pair], deviation: float | None) -> Verdict:
+    """Compare pairs: agrees if every pair is in order by two standard errors, disagrees if one is reversed by as much.
+
+    `deviation` is one run's deviation over seeds, the same for all models; with None everything is undecided.
+    """
+    said = [(pair, _lies(pair, deviation)) for pair in pairs]
+    numbers = "; ".join(f"{pair.name}: {_compared(pair)} ({outcome.value})" for pair, outcome in said)
+    outcomes = [outcome for _, outcome in said]
+    overall = next((worst for worst in (Said.NOT, Said.UNDECIDED) if worst in outcomes), Said.AGREES)
+    return Verdict(overall, numbers if deviation else f"{numbers}; without a second seed no deviation is known")
+
+
+def _lies(pair: Pair, deviation: float | None) -> Said:
+    if deviation is None:
+        return Said.UNDECIDED
+    difference = statistics.mean(pair.more) - statistics.mean(pair.less)
+    error = deviation * math.sqrt(1 / len(pair.less) + 1 / len(pair.more))
+    if abs(difference) < ERRORS * error:
+        return Said.UNDECIDED
+    return Said.AGREES if difference > 0 else Said.NOT
+
+
+def _compared(pair: Pair) -> str:
+    less = statistics.mean(pair.less)
+    more = statistics.mean(pair.more)
+    return f"{less:.4g} {'<' if less < more else '>='} {more:.4g}"
+
+
+def pooled(groups: Iterable[Sequence[float]]) -> float | None:
+    """Return the pooled deviation over seeds; None if no group has two values."""
+    several = [group for group in groups if len(group) > 1]
+    if not several:
+        return None
+    freedom = sum(len(group) - 1 for group in several)
+    return math.sqrt(sum((len(group) - 1) * statistics.variance(group) for group in several) / freedom)
+
+
+def holds(checks: Iterable[tuple[str, bool]]) -> Verdict:
+    """Agree if all checks hold; for rules that do not compare two models."""
+    checked = list(checks)
+    numbers = "; ".join(text if kept else f"{text} **(does not hold)**" for text, kept in checked)
+    return Verdict(Said.AGREES if all(kept for _, kept in checked) else Said.NOT, numbers)
+
+
+def minutes(pairs: Iterable[tuple[SweepRun, Result]]) -> float:
+    """Return the summed minutes of the runs' steps."""
+    return sum(result.minutes for _, result in pairs)
+
+
+def variants(claims: Iterable[Claim], further: bool) -> dict[str, set[str]]:
+    """Return the variants that claims need, by sweep, with their further experiments on request."""
+    by_sweep: dict[str, set[str]] = {}
+    for claim in claims:
+        for part, names in (*claim.needs.items(), *(claim.further.items() if further else ())):
+            by_sweep.setdefault(part, set()).update(names)
+    return by_sweep

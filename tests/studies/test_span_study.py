@@ -1,0 +1,210 @@
+"""The study of adapted hybrids at a size of a minute, stopped and resumed; its runs; its page of made-up numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hybridtron.config.check import check
+from hybridtron.config.load import load
+from hybridtron.config.resolve import last_step
+from hybridtron.planning.count import count
+from hybridtron.proving.measuring import Timing
+from hybridtron.tasks.tokens import ByteTokens
+from studies.span_study.asked import DISTANCES, LENGTHS, PAIRS, Asked, Readings, answers, readings_of, task
+from studies.span_study.claims import CLAIMS, FULL, TRAINED, Claim, agrees, differences, score
+from studies.span_study.cost import Cost, step_times
+from studies.span_study.pages import page
+from studies.span_study.runs import ALONE, BASE, QUICK, REPEATED, ROWS, STUDY, part_of
+from studies.span_study.study import main
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
+    kept = tmp_path / "results"
+    where = ["--output", str(tmp_path / "out"), "--results", str(kept)]
+    assert main(["--quick", "--runs", str(tmp_path / "runs"), *where]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"span_study.md", "span_study.png"}
+    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    assert len(times) == len(QUICK.variants or ())
+    reported = (tmp_path / "out/span_study.md").read_text().splitlines()
+    assert main(["--quick", "--runs", str(tmp_path / "elsewhere"), *where]) == 0  # has nothing left to train
+    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    again = (tmp_path / "out/span_study.md").read_text().splitlines()
+    rows = [line for line in reported if line.startswith(("| base ", "| full ", "| SW ", "| SE ", "| 2(a) "))]
+    assert len(rows) == 2 * 4 + 2 * 2 + 4 + 2  # all, those with another attention, needles; claims
+    assert set(rows) <= set(again)
+
+
+LONGER = ("SE-long", "full-long")
+
+
+def test_every_variant_differs_from_the_base_s_attention_or_in_its_adapters_alone(tmp_path: Path) -> None:
+    """At most a million parameters, two layers of attention, 60 to 100 steps of 16 rows that are 4 times as long."""
+    runs = part_of(STUDY, tmp_path, tmp_path).sweep.runs
+    by_variant = {run.variant: [one for one in runs if one.variant == run.variant] for run in runs}
+    assert {name: len(of) for name, of in by_variant.items()} == {
+        name: 3 if name in REPEATED else 1 for name in by_variant
+    }
+    assert all(of[-1].values["run.seed"] == ALONE for of in by_variant.values())
+    for name, of in by_variant.items():
+        config = load(list(of[0].settings))
+        assert check(config) == [], name
+        assert count(config.model, 512).parameters <= 1_000_000
+        assert config.model.layers["X"]["rope"] == {"base": 2500}
+        if name == BASE:
+            assert [phase.seq_len - 1 for phase in config.phases] == list(ROWS)[:2]
+            continue
+        (phase,) = config.phases
+        assert (phase.seq_len - 1, phase.global_batch) == (512, 16)
+        assert last_step(config) == 300 if name in LONGER else 60 <= last_step(config) <= 100
+        assert phase.adapters is not None
+        assert phase.adapters.alpha == 2 * phase.adapters.rank
+        assert of[0].start == f"{BASE}-seed={of[0].values['run.seed']}"
+
+
+def test_what_the_variants_are(tmp_path: Path) -> None:
+    runs = {run.variant: load(list(run.settings)) for run in part_of(STUDY, tmp_path, tmp_path).sweep.runs}
+    letters = {name: config.model.layers["X"] for name, config in runs.items()}
+    adapters = {name: config.phases[-1].adapters for name, config in runs.items()}
+    sizes = ("chunk", "block", "blocks", "memory")
+    assert letters["full"] == letters[BASE]
+    assert letters["SW"] == letters["full"] | {"window": 256}
+    spans = {name: tuple(letter.get(size) for size in sizes) for name, letter in letters.items() if "block" in letter}
+    drawn = [128, 256]
+    assert spans == {
+        "S2": (128, 4, 4, "shifted"), "S2-lr=2e-4": (128, 4, 4, "shifted"), "NoMem": (drawn, 4, 4, "none"),
+        "random": (drawn, 4, 4, "random"), "LM": (drawn, 4, 4, "landmark"), "chunk=128": (128, 4, 4, None),
+        "SE-16x4": (drawn, 4, 16, None),
+        "SE-long": (drawn, 4, 4, None), "chunk=256": (256, 4, 4, None), "8x2": (drawn, 2, 8, None),
+        "2x8": (drawn, 8, 2, None),
+        **dict.fromkeys(("SE", "SE-lora", "SE-lora_plus", "SE-lr=1e-3", "SE-lr=4e-3"), (drawn, 4, 4, None)),
+        **dict.fromkeys(("rank=4", "rank=16", "rank=64"), (drawn, 4, 4, None)),
+    }  # fmt: skip
+    learning = {name: one.preset.value for name, one in adapters.items() if one is not None}
+    assert {name for name, preset in learning.items() if preset == "lora"} == {"SE-lora", "full-lora"}
+    assert {name for name, preset in learning.items() if preset == "lora_plus"} == {"SE-lora_plus", "full-lora_plus"}
+    assert set(letters) >= {name for claim in CLAIMS for name in (claim.one, claim.other)}
+
+
+def test_an_answer_is_that_of_a_value_behind_its_key_and_its_distance_that_to_the_pair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loss of a made-up model is the label itself, and labels that are even are right."""
+
+    def made_up(_: object, tokens_BT: torch.Tensor, *__: object) -> torch.Tensor:
+        labels_LB = tokens_BT[:, 1:].T.double()
+        return torch.stack((labels_LB, labels_LB % 2 == 0), dim=-1)
+
+    monkeypatch.setattr("hybridtron.evaluate.length.of_labels", made_up)
+    config = load(list(part_of(STUDY, Path("runs"), Path("data")).sweep.runs[0].settings))
+    model = SimpleNamespace(config=config, read=None)
+    found = list(answers(cast(Any, model), 256, 20))
+    samples = [task().sample(7, index, ByteTokens(), 256) for index in range(20)]
+    expected = []
+    for sample in samples:
+        for key, value, place in zip(*(sample.meta[name] for name in ("keys", "values", "places")), strict=True):
+            expected.append((place - sample.tokens.index(key), float(value), value % 2 == 0))
+    assert found == expected
+    assert len(found) == 20 * PAIRS
+
+
+def made_up(recall: float, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
+    """Make up results with this share of right answers among 1,000 in each distance bin; inside the window all are
+    right.
+    """
+    right = [1000 if last <= 256 else round(1000 * recall) for last in DISTANCES]
+    one = {"asked": [1000] * len(DISTANCES), "right": right, "nats": [0.0] * 2 + [1000.0] * 3}
+    return {str(length): one for length in lengths}
+
+
+def read(full: float, trained: float | None = None) -> Readings:
+    return readings_of({"full": made_up(full)} | ({} if trained is None else {"trained": made_up(trained)}))
+
+
+def test_what_is_counted_of_answers() -> None:
+    """2 of 5 bins within the window, all right there, a quarter beyond it; 3000 nats of 5000 answers."""
+    one = read(0.25)[FULL][512]
+    assert one.recall == pytest.approx((2 + 3 * 0.25) / 5)
+    assert (one.within(True), one.within(False)) == (1.0, 0.25)
+    assert one.perplexity == pytest.approx(math.exp(0.6))
+    assert Asked([4, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0.0] * 5).within(False) is None
+    same = read(0.25)
+    assert same[TRAINED] is same[FULL]
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other", "agreed"),
+    [
+        ("above", [0.5, 0.6], [0.4, 0.5], True),
+        ("above", [0.5, 0.6], [0.4, 0.61], False),  # higher in the mean, and one seed says otherwise
+        ("above", [0.5, 0.5], [0.49, 0.49], False),  # higher by less than counts
+        ("not_above", [0.5, 0.5], [0.49, 0.49], True),
+        ("level", [0.5, 0.6], [0.45, 0.6], True),
+        ("level", [0.5, 0.6], [0.3, 0.4], False),
+    ],
+)
+def test_what_counts_as_agreement(kind: str, one: list[float], other: list[float], agreed: bool) -> None:
+    """Three of five answers are beyond the window, so that a difference there counts three fifths."""
+    found = {
+        name: {str(seed): read(value) for seed, value in enumerate(values)}
+        for name, values in {"one": one, "other": other}.items()
+    }
+    claim = Claim("0", "made up", "one", "other", kind)
+    by = differences(found, claim)
+    assert by == pytest.approx([0.6 * (a - b) for a, b in zip(one, other, strict=True)], abs=1e-9)
+    assert agrees(claim, by) == agreed
+
+
+def test_a_claim_can_be_of_one_model_read_in_two_ways() -> None:
+    claim = Claim("11", "made up", "SE", "SE", reads=(FULL, TRAINED))
+    assert differences({"SE": {"1": read(0.75, 0.25)}}, claim) == pytest.approx([0.3])
+    assert score(read(0.75, 0.25), TRAINED) == pytest.approx(0.55)
+
+
+def costs() -> dict[int, dict[str, Cost]]:
+    seconds = {
+        512: {"full": 1.0, "SW": 1.0, "S2": 1.0, "SE": 1.0},
+        8192: {"full": 3.0, "SW": 1.0, "S2": 1.5, "SE": 1.25},
+    }
+    return {
+        length: {name: Cost(Timing((one, one + 1)), 10.0 * one) for name, one in of.items()}
+        for length, of in seconds.items()
+    }
+
+
+@pytest.mark.parametrize(("window", "reached"), [(0.25, "yes"), (0.9, "**no**")])
+def test_the_page_says_what_agrees(window: float, reached: str) -> None:
+    measured: Mapping[str, Mapping[str, Readings]] = {
+        BASE: {"1": read(1.0)},
+        "full": {"1": read(1.0), "2": read(1.0)},
+        "SW": {"1": read(window, 0.0), "2": read(window, 0.0)},
+        "SE": {"1": read(0.95, 0.5), "2": read(0.95, 0.5)},
+    }
+    rows = page(measured, costs(), ["made up"]).splitlines()
+    difference = 60 * (0.95 - window)
+    each = f"{difference:+.1f}"
+    assert f"| 2(a) | SE above SW | {each} points ({each}, {each}) | yes |" in rows
+    assert "| 2(a) | SE level with full attention | -3.0 points (-3.0, -3.0) | yes |" in rows
+    assert "| 4 | steps with SE as fast as with SW, at 8192 tokens | 1.25x | **no** |" in rows
+    assert "| 4 | full slower than SE, and the more the longer the rows | 1.00x at 512, 2.40x at 8192 | yes |" in rows
+    assert "| SE | 1.000 ± 0.000 | 0.950 ± 0.000 | 1.000 ± 0.000 | 0.500 ± 0.000 |" in rows
+    assert rows[-2].endswith(f"| {reached} |")
+    assert rows[-1].endswith("| 1 | yes |")
+
+
+def test_steps_of_every_attention_are_timed_at_a_length(tmp_path: Path) -> None:
+    runs = {run.variant: run.settings for run in part_of(QUICK, tmp_path, tmp_path).sweep.runs}
+    found = step_times({name: runs[name] for name in ("SW", "full")}, [512])
+    window = found[512]["SW"]
+    full = found[512]["full"]
+    assert window.timing.fastest > 0
+    # two layers of 4 * width a pair: a token sees 256 - 256 * 255 / 1024 keys of a window of 256, and 513 / 2 of all
+    assert (window.flops, full.flops) == (2 * 4 * 32 * 192.25, 2 * 4 * 32 * 256.5)

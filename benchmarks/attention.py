@@ -117,7 +117,7 @@ class Row:
 
 def attention(report: BenchReport) -> None:
     """Measure a window over the length, against full attention and a dense mask."""
-    sizes = TINY_WINDOW if report.quick else WINDOW
+    sizes = report.pick(full=WINDOW, quick=TINY_WINDOW)
     report.device = compute_device().type
     ours = windowed(sizes.window)
     passes = {}
@@ -148,7 +148,7 @@ def attention(report: BenchReport) -> None:
 
 def span(report: BenchReport) -> None:
     """Measure spans over the length, and their peak memory."""
-    sizes = TINY_SPAN if report.quick else SPAN
+    sizes = report.pick(full=SPAN, quick=TINY_SPAN)
     report.device = compute_device().type
     forms = span_forms(sizes)
     row = Row(sizes, 4 * sizes.window)
@@ -157,8 +157,10 @@ def span(report: BenchReport) -> None:
         difference(ours, row.forward_backward(forms["span"]))
     passes = {}
     for length in sizes.lengths:
-        peers: dict[str, Form] = {"full": full} if length <= sizes.most else {}
-        passes[length] = Row(sizes, length).passes({**forms, **peers})
+        timed: dict[str, Form] = {**forms}
+        if length <= sizes.most:
+            timed["full"] = full
+        passes[length] = Row(sizes, length).passes(timed)
     measured = report.sweep(passes)
     pairs = [span_pairs(length, sizes) / visible_tokens(length, sizes.window) for length in measured]
     more = {"pairs, span / window": [times(ratio) for ratio in pairs], "span per token": per_token(measured, "span")}

@@ -50,7 +50,7 @@ def copy(source: Path, target: Path) -> Seconds:
 
 
 def convert(report: BenchReport) -> None:
-    width = 64 if report.quick else 1024
+    width = report.pick(full=1024, quick=64)
     heads = {"kind": "attention", "heads": 8, "kv_heads": 4}
     layers = {"A": heads, "-": {"kind": "swiglu", "hidden": 4 * width}}
     model = ModelConfig(width=width, vocab_size=32 * width, pattern="(A-)*12", layers=layers, tie_embeddings=False)
@@ -67,10 +67,9 @@ def convert(report: BenchReport) -> None:
     with tempfile.TemporaryDirectory() as place:
         theirs, ours, back = (Path(place) / name for name in ("theirs", "ours", "back"))
         size = written(model, theirs)
-        exporting = ("export", "--checkpoint", ours, "--shard-size", str(SHARD), "--output", back)
         forms = {
             "import": partial(conversion, "import", "--input", theirs, "--output", ours),
-            "export": partial(conversion, *exporting),
+            "export": partial(conversion, "export", "--checkpoint", ours, "--shard-size", str(SHARD), "--output", back),
             "copy": partial(copy, theirs, Path(place) / "copy"),
         }
         timings = report.timed(forms)

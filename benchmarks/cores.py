@@ -58,7 +58,7 @@ class Clocks:
 
 def cores(report: BenchReport) -> None:
     """Run all measurements, one after the other."""
-    config = checked([*report.recipe, *(QUICK if report.quick else ())])
+    config = checked([*report.recipe, *report.pick(full=(), quick=QUICK)])
     try:
         with one_process(config) as groups:
             threads(report, config, groups)
@@ -75,7 +75,8 @@ def cores(report: BenchReport) -> None:
 
 def threads(report: BenchReport, config: Config, groups: Groups) -> None:
     """Measure the tables of a single process: two threads over one, and our steps against torch alone."""
-    sizes, length = (of_scan.QUICK, 64) if report.quick else (of_scan.FULL, 4096)
+    sizes = report.pick(full=of_scan.FULL, quick=of_scan.QUICK)
+    length = report.pick(full=4096, quick=64)
     tensors = of_scan.inputs(length, sizes)
     parameters = sum(weight.numel() for weight in LanguageModel(config.model).parameters())
     forms = {
@@ -84,7 +85,7 @@ def threads(report: BenchReport, config: Config, groups: Groups) -> None:
     }
     shapes = {"laptop recipe's step": (), "1 row": ROW, "1 row of 16,384 tokens": LONG}
     for name, arguments in shapes.items():
-        forms |= steps_of(name, groups, [*report.recipe, *arguments, *(QUICK if report.quick else ())])
+        forms |= steps_of(name, groups, [*report.recipe, *arguments, *report.pick(full=(), quick=QUICK)])
     clocks = measured(forms, report.repetitions)
     cells = [(name, *(times(ratio) for ratio in gained(clocks, name))) for name in forms]
     header = ("form", "wall, one thread / two", "processor time, two threads / one")
@@ -160,10 +161,10 @@ def crowd(report: BenchReport) -> None:
     """Measure the slowest step of many processes at once, with a thread each, as on a larger machine."""
     context = get_context("spawn")
     rounds = report.repetitions
-    many = 2 if report.quick else CROWD
+    many = report.pick(full=CROWD, quick=2)
     barrier = context.Barrier(many)
     queue = context.SimpleQueue()
-    settings = [*report.recipe, *(QUICK if report.quick else ())]
+    settings = [*report.recipe, *report.pick(full=(), quick=QUICK)]
     crowd = [context.Process(target=in_the_crowd, args=(settings, rounds, barrier, queue)) for _ in range(many)]
     for process in crowd:
         process.start()

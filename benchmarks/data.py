@@ -142,7 +142,8 @@ def data(report: BenchReport) -> None:
 
 
 def read_speed(scratch: Path, report: BenchReport) -> None:
-    documents, steps = (2_000, 20) if report.quick else (60_000, 1_000)
+    documents = report.pick(full=60_000, quick=2_000)
+    steps = report.pick(full=1_000, quick=20)
     sources = written(scratch / "speed", documents, 700)
     folder = sources.mixture[0].folder.source_path("train", "text")
     forms = {
@@ -161,7 +162,7 @@ def read_speed(scratch: Path, report: BenchReport) -> None:
 
 def resume_speed(scratch: Path, report: BenchReport) -> None:
     """Measure the first batch at three places of a phase, with rows about as long as documents."""
-    samples = 10_000 if report.quick else 1_000_000
+    samples = report.pick(full=1_000_000, quick=10_000)
     sources = written(scratch / "resume", samples, 128)
     steps = samples // 64
     first_batch(sources, 128, 64, 1)
@@ -175,9 +176,9 @@ def resume_speed(scratch: Path, report: BenchReport) -> None:
 def prepare_speed(scratch: Path, report: BenchReport) -> None:
     """Measure preparation by one worker against the bare tokenizer on the same texts, by processor time."""
     texts = [document.content for document in corpus.documents() if isinstance(document.content, str)]
-    texts = texts[:: 20 if report.quick else 1]
+    texts = texts[:: report.pick(full=1, quick=20)]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = embedded.train_tokenizer(texts, 2_000 if report.quick else 32_000)
+    tokenizer = embedded.train_tokenizer(texts, report.pick(full=32_000, quick=2_000))
     tokenizer.save(str(scratch / "tokenizer.json"))
     (scratch / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     inputs = find([str(scratch / "texts.jsonl")]).inputs

@@ -48,8 +48,11 @@ LOSS_TOLERANCE = 1e-4
 
 def decode(report: BenchReport) -> None:
     """Measure the time per token by length, and transformers' generate at batch 1."""
-    longest = 2**16 if compute_device().type == "cuda" else 2**14
-    lengths, tokens = ((32, 64), 2) if report.quick else ((longest // 16, longest // 4, longest), 64)
+    longest = 2**14
+    if compute_device().type == "cuda":
+        longest = 2**16
+    lengths = report.pick(full=(longest // 16, longest // 4, longest), quick=(32, 64))
+    tokens = report.pick(full=64, quick=2)
     models = named(report)
     forms = {}
     cached = {}
@@ -91,8 +94,15 @@ def against_transformers(report: BenchReport, model: LanguageModel, config: Mode
 def prefill(report: BenchReport) -> None:
     """Measure the time to read as many tokens in rows of each length."""
     on_gpu = compute_device().type == "cuda"
-    longest = 128 if report.quick else 2**17 if on_gpu else 2**13
-    lengths = [longest >> power for power in reversed(range(2 if report.quick else 8 if on_gpu else 5))]
+    longest = 2**13
+    count = 5
+    if report.quick:
+        longest = 128
+        count = 2
+    elif on_gpu:
+        longest = 2**17
+        count = 8
+    lengths = [longest >> power for power in reversed(range(count))]
     models = named(report)
     forms = {
         length: {name: partial(reading, *pair, longest // length, length) for name, pair in models.items()}
@@ -109,7 +119,8 @@ def prefill(report: BenchReport) -> None:
 
 def scoring(report: BenchReport) -> None:
     """Measure losses of held-out rows against training's forward pass on the same rows."""
-    rows, length = (2, 64) if report.quick else (16, 4096)
+    rows = report.pick(full=16, quick=2)
+    length = report.pick(full=4096, quick=64)
     measured = {}
     for name, (model, config) in named(report).items():
         tokens_BT = random_tokens(config, length + 1, rows)
@@ -144,7 +155,7 @@ def training_forward(model: LanguageModel, tokens_BT: Tensor) -> float:
 
 def named(report: BenchReport) -> dict[str, tuple[LanguageModel, ModelConfig]]:
     """Return the models to measure, with their configurations, by name."""
-    small = ("model.width=32", "model.vocab_size=64", "model.layers.-.hidden=32") if report.quick else ()
+    small = report.pick(full=(), quick=("model.width=32", "model.vocab_size=64", "model.layers.-.hidden=32"))
     if report.recipe:
         return {name: of_name(name) for name in report.recipe}
     configs = {

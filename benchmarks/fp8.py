@@ -54,7 +54,7 @@ TINY = Sizes(3, 2, QUICK, False)
 
 def fp8(report: BenchReport) -> None:
     """Train every model in every precision, and compare losses."""
-    sizes = TINY if report.quick else FULL
+    sizes = report.pick(full=FULL, quick=TINY)
     sizes = replace(sizes, overrides=(*sizes.overrides, *report.recipe))
     report.device = compute_device().type
     cells = []
@@ -76,8 +76,9 @@ def fp8(report: BenchReport) -> None:
 
 def trained(model: str, precision: str, overrides: tuple[str, ...], sizes: Sizes) -> dict[str, float]:
     """Train one run and return its losses, which are also printed when it ends."""
-    emulation = [] if precision == BF16 else ["precision.emulate=true"]
-    settings = [*emulation, *overrides, *sizes.overrides, "run.eval_lengths=[1]", "optim.spike=null"]
+    settings = [*overrides, *sizes.overrides, "run.eval_lengths=[1]", "optim.spike=null"]
+    if precision != BF16:
+        settings.insert(0, "precision.emulate=true")
     config = checked(["recipe=laptop", f"precision={precision}", *settings])
     with megatron_context(), one_process(config) as groups:
         losses = dict(zip(LOSSES, _trained(Engine(config, groups), config, sizes), strict=True))
@@ -89,10 +90,13 @@ def trained(model: str, precision: str, overrides: tuple[str, ...], sizes: Sizes
 def _trained(engine: Engine, config: Config, sizes: Sizes) -> tuple[float, float]:
     phases = resolve(config)
     training = []
-    loader = build_loader(phases[0]) if sizes.own_text else None
-    read: Iterator[list[Batch]] = (
-        itertools.repeat(random_batches(config)) if loader is None else loader.iterate(0, sizes.steps)
-    )
+    loader = None
+    read: Iterator[list[Batch]]
+    if sizes.own_text:
+        loader = build_loader(phases[0])
+        read = loader.iterate(0, sizes.steps)
+    else:
+        read = itertools.repeat(random_batches(config))
     engine.start_phase(0, range(phases[0].lanes))
     for step, batches in enumerate(itertools.islice(read, sizes.steps)):
         loss = engine.forward_backward(batches, step)

@@ -139,8 +139,9 @@ def scan_kernel(sizes: Sizes, length: int) -> Kernel:
 
 
 def conv_kernel(sizes: Sizes, length: int) -> Kernel:
-    weights = normal(sizes.inner, sizes.conv), normal(sizes.inner)
-    inputs = ConvInputs(normal(1, length, sizes.inner), *weights, activation=True)
+    weight = normal(sizes.inner, sizes.conv)
+    bias = normal(sizes.inner)
+    inputs = ConvInputs(normal(1, length, sizes.inner), weight, bias, activation=True)
     return Kernel("causal conv", causal_conv, inputs)
 
 
@@ -231,7 +232,9 @@ def passes(kernel: Kernel, run: Callable[[Any], Any]) -> dict[str, Callable[[], 
 
     def forward() -> tuple[Tensor, ...]:
         out = run(inputs)
-        return out[:outputs] if isinstance(out, tuple) else (out,)
+        if isinstance(out, tuple):
+            return out[:outputs]
+        return (out,)
 
     kept = forward()
     gradients = [torch.ones_like(output) for output in kept]
@@ -239,8 +242,10 @@ def passes(kernel: Kernel, run: Callable[[Any], Any]) -> dict[str, Callable[[], 
     def backward(out: tuple[Tensor, ...]) -> object:
         return torch.autograd.grad(out, wanted, gradients, retain_graph=True)
 
-    alone = {"backward": lambda: backward(kept)} if kernel.repeats else {}
-    return {"forward": forward, **alone, "both": lambda: backward(forward())}
+    alone: dict[str, Callable[[], object]] = {"forward": forward}
+    if kernel.repeats:
+        alone["backward"] = lambda: backward(kept)
+    return {**alone, "both": lambda: backward(forward())}
 
 
 def calls(sizes: Sizes, device: torch.device, forms: int | None = None) -> Iterator[tuple[Call, Callable[[], object]]]:
@@ -277,7 +282,7 @@ def measured_cells(model: Work | None, measured: float, copied: float) -> tuple[
 
 def kernels(report: BenchReport) -> None:
     """Measure all kernels at all lengths, or without a GPU list the model's numbers."""
-    sizes = QUICK if report.quick else FULL
+    sizes = report.pick(full=FULL, quick=QUICK)
     device = compute_device()
     report.device = device.type
     gpu = next((name for name in GPUS if name in describe_device().lower()), "h100")

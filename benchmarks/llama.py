@@ -49,7 +49,7 @@ class LlamaStep:
 
 def llama(report: BenchReport) -> None:
     """Measure the tokens per second of both models."""
-    config = checked([*report.recipe, *(QUICK if report.quick else ())])
+    config = checked([*report.recipe, *report.pick(full=(), quick=QUICK)])
     parameters = sum(weight.numel() for weight in LanguageModel(config.model).parameters())
     batches = random_batches(config)
     with one_process(config) as groups:

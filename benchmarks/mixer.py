@@ -55,7 +55,7 @@ QUICK = Sizes(width=16, state=4, lengths=(16, 32, 64, 128), most=32)
 
 def mixer(report: BenchReport) -> None:
     """Measure Mamba-1 against transformers."""
-    sizes = QUICK if report.quick else MAMBA
+    sizes = report.pick(full=MAMBA, quick=QUICK)
     peer = MambaMixer(MambaConfig(hidden_size=sizes.width, state_size=sizes.state, num_hidden_layers=1), layer_idx=0)
     ours = build_mixer(MambaSpec(state=sizes.state), ModelSizes(sizes.width, num_sublayers=1), SINGLE_RANK)
     pair = Pair(ours, peer, lambda theirs, name: theirs[PEER_NAMES.get(name, name)])
@@ -75,7 +75,7 @@ def mixer(report: BenchReport) -> None:
 
 def mamba2_mixer(report: BenchReport) -> None:
     """Measure Mamba-2 against transformers."""
-    sizes = QUICK if report.quick else MAMBA2
+    sizes = report.pick(full=MAMBA2, quick=QUICK)
     inner = 2 * sizes.width
     head_dim = sizes.width // 4
     config = Mamba2Config(
@@ -123,7 +123,7 @@ def of_mamba2(inner: int, both: int) -> OfPeer:
             return torch.cat([projection[z_x], projection[dt]])
         if name == "bc_proj.weight":
             return projection[b_c]
-        return theirs["norm.weight" if name == "norm_weight" else name]
+        return theirs[{"norm_weight": "norm.weight"}.get(name, name)]
 
     return find
 
@@ -159,7 +159,10 @@ class Pair:
             if not name.endswith("proj.weight"):
                 continue
             x_LBD = torch.ones(length, 1, weight.shape[1], requires_grad=True)
-            y_LBO = linear(LinearInputs(x_LBD, weight)) if own else functional.linear(x_LBD, weight)
+            if own:
+                y_LBO = linear(LinearInputs(x_LBD, weight))
+            else:
+                y_LBO = functional.linear(x_LBD, weight)
             torch.autograd.grad(y_LBO, [x_LBD, weight], y_LBO)
 
     def run_peer(self, x_LBD: Tensor, grad_LBD: Tensor) -> list[Tensor]:
@@ -179,14 +182,15 @@ def compare(report: BenchReport, pair: Pair, sizes: Sizes) -> dict[int, Timings]
     for length in sizes.lengths:
         generator = torch.Generator().manual_seed(length)
         x_LBD, grad_LBD = torch.randn(2, length, 1, sizes.width, generator=generator)
-        row = x_LBD.requires_grad_(), grad_LBD / length  # as a loss averaged over the tokens would send back
-        forms[length] = {"ours": partial(pair.run_ours, *row)}
+        x_LBD.requires_grad_()
+        grad_LBD = grad_LBD / length  # as a loss averaged over the tokens would send back
+        forms[length] = {"ours": partial(pair.run_ours, x_LBD, grad_LBD)}
         if length <= sizes.most:
-            forms[length]["transformers"] = partial(pair.run_peer, *row)
-            forms[length][TORCH] = partial(pair.run_torch, *row)
+            forms[length]["transformers"] = partial(pair.run_peer, x_LBD, grad_LBD)
+            forms[length][TORCH] = partial(pair.run_torch, x_LBD, grad_LBD)
             forms[length] |= {name: partial(pair.run_products, length, name == "our products") for name in PRODUCTS}
-            ours = pair.run_ours(*row)
-            peer = pair.run_peer(*row)
+            ours = pair.run_ours(x_LBD, grad_LBD)
+            peer = pair.run_peer(x_LBD, grad_LBD)
             outputs.append(f"{difference(ours[:1], peer[:1]):.0e}")
             gradients.append(f"{difference(ours[1:], peer[1:]):.0e}")
     measured = report.sweep(forms)

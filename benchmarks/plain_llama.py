@@ -39,8 +39,10 @@ class LlamaLayer(nn.Module):
         super().__init__()
         width = sizes.width
         self.heads = sizes.heads
-        self.norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.mlp_norm = nn.RMSNorm(width, eps=1e-5)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
         self.gate_up = nn.Linear(width, 2 * sizes.hidden, bias=False)
         self.down = nn.Linear(sizes.hidden, width, bias=False)
 

@@ -72,21 +72,21 @@ def forms(length: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
     generator = torch.Generator().manual_seed(length)
     tokens = (1, length, sizes.heads)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     def decay(channels: int) -> Tensor:
-        return -0.1 * normal(*tokens, channels).exp()
+        return -0.1 * normal((*tokens, channels)).exp()
 
-    q = normal(*tokens, sizes.key)
-    k = normalize(normal(*tokens, sizes.key), dim=-1)
-    v = normal(*tokens, sizes.value)
+    q = normal((*tokens, sizes.key))
+    k = normalize(normal((*tokens, sizes.key)), dim=-1)
+    v = normal((*tokens, sizes.value))
     A = -torch.ones(sizes.heads)
     D = torch.zeros(sizes.heads)
     bias = torch.zeros(sizes.heads)
-    beta = normal(*tokens).sigmoid()
+    beta = normal(tokens).sigmoid()
     ops = {
-        MEASURE: (ssd_scan, SSDInputs(v, normal(*tokens) - 2, A, k, q, D, bias)),
+        MEASURE: (ssd_scan, SSDInputs(v, normal(tokens) - 2, A, k, q, D, bias)),
         "retention": (decay_scan, DecayInputs(q, k, v, torch.full(tokens, -0.05))),
         "GLA": (gla_scan, GLAInputs(q, k, v, decay(sizes.key))),
         "delta by head": (delta_scan, DeltaInputs(q, k, v, beta, decay(1))),
@@ -97,7 +97,7 @@ def forms(length: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
         for form in (known.name for known in op.implementations if known.unavailable_reason("cpu") is None):
             timed[f"{name}, {form}"] = partial(forward_backward, op, form, inputs)
     more: dict[str, tuple[Tensor | None, ...]] = {name: inputs for name, (_, inputs) in ops.items()}
-    more["RWKV-6"] = (*more["GLA"], normal(sizes.heads, sizes.key))
+    more["RWKV-6"] = (*more["GLA"], normal((sizes.heads, sizes.key)))
     timed["RWKV-6"] = partial(gradients, of_rwkv6, more["RWKV-6"])
     timed["Mamba-3"] = partial(gradients, *mamba3(sizes, v, q, k, normal))
     for name, inputs in more.items():
@@ -128,7 +128,7 @@ def mamba3(
         return mixer.scan(x, B, C, steps, turns, {}, SeqInfo.stream(x.shape[0], x.shape[1]))[0]
 
     tokens = x.shape[:3]
-    numbers = normal(*tokens) - 2, *normal(2, *tokens), normal(*tokens[:2], spec.angles).tanh()
+    numbers = normal(tokens) - 2, *normal((2, *tokens)), normal((*tokens[:2], spec.angles)).tanh()
     return function, (x, C[:, :, :1], B[:, :, :1], *numbers)
 
 
@@ -185,7 +185,7 @@ def of_fla(name: str) -> Callable[..., Tensor]:
 
 def recurrences(report: BenchReport) -> None:
     """Measure all recurrences over SSD's compiled form."""
-    sizes = QUICK if report.quick else FULL
+    sizes = report.pick(full=FULL, quick=QUICK)
     timings = report.sweep({length: forms(length, sizes) for length in sizes.lengths})
     names = list(timings[sizes.lengths[0]])
     measure = next(name for name in names if name.startswith(MEASURE))

@@ -46,8 +46,8 @@ FP32_ROUNDING = 2**-24  # the smallest relative difference that an fp32 loss can
 def rounding(report: BenchReport) -> None:
     """Train three times and compare the losses, then twice in float64."""
     report.device = compute_device().type
-    config = checked([*report.recipe, *(QUICK if report.quick else ()), "optim.spike=null"])
-    steps = QUICK_STEPS if report.quick else resolve(config)[0].end_step
+    config = checked([*report.recipe, *report.pick(full=(), quick=QUICK), "optim.spike=null"])
+    steps = report.pick(full=resolve(config)[0].end_step, quick=QUICK_STEPS)
     runs = {
         BASE: losses(config, steps, not report.quick, torch_alone()),
         MOVED: losses(config, steps, not report.quick, torch_alone(), moved=True),
@@ -59,7 +59,7 @@ def rounding(report: BenchReport) -> None:
     cells = [(f"{step}", *row(*(differences[step - 1] for differences in apart.values()))) for step in shown]
     report.table(f"largest difference of the loss from {BASE} so far, relative", header, cells)
     report.notes.append(f"recipe {config.run.name}, {steps} steps, fp32; training losses of every step")
-    double = 2 if report.quick else DOUBLE_STEPS
+    double = report.pick(full=DOUBLE_STEPS, quick=2)
     of_forms = [double_losses(config, batches_of(config, double, not report.quick), f) for f in (torch_alone(), {})]
     exact = largest_so_far(*of_forms)
     cells = [(f"{step}", f"{exact[step - 1]:.1e}") for step in sorted({1, double // 2, double})]
@@ -99,7 +99,9 @@ def losses(config: Config, steps: int, own_text: bool, forms: Mapping[str, str],
 def batches_of(config: Config, steps: int, own_text: bool) -> Iterator[Sequence[Batch]]:
     """Yield the micro-batches of every step: the recipe's rows, or random tokens."""
     read: Iterator[Sequence[Batch]] = itertools.repeat(random_batches(config))
-    return itertools.islice(build_loader(resolve(config)[0]).iterate(0, steps) if own_text else read, steps)
+    if own_text:
+        read = build_loader(resolve(config)[0]).iterate(0, steps)
+    return itertools.islice(read, steps)
 
 
 def double_losses(config: Config, steps: Iterator[Sequence[Batch]], forms: Mapping[str, str]) -> list[float]:

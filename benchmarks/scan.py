@@ -97,14 +97,16 @@ def exp_floor(sizes: Sizes, length: int) -> Callable[[], object]:
 
 def scan(report: BenchReport) -> None:
     """Measure times, their ratio to the floor, and peak memory."""
-    sizes = QUICK if report.quick else FULL
+    sizes = report.pick(full=FULL, quick=QUICK)
     shortest = inputs(sizes.lengths[0], sizes)
     for form in FORMS[:3]:
         difference(forward_backward(form, shortest), forward_backward("transformers", shortest))
     passes: dict[int, dict[str, Callable[[], object]]] = {}
     for length in sizes.lengths:
         tensors = inputs(length, sizes)
-        forms = FORMS if length <= sizes.most else FORMS[:2]
+        forms = FORMS
+        if length > sizes.most:
+            forms = FORMS[:2]
         passes[length] = {form: partial(forward_backward, form, tensors) for form in forms}
         passes[length] |= {"copy floor": copy_floor(sizes, length), "exp floor": exp_floor(sizes, length)}
     pairs = [(form, "native") for form in FORMS[1:]] + [("native", floor) for floor in ("copy floor", "exp floor")]

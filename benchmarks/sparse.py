@@ -100,7 +100,7 @@ def full_passes(length: int, sizes: BranchBench) -> Callable[[], object]:
 
 def sparse(report: BenchReport) -> None:
     """Measure every pattern over the length, in one run."""
-    sizes = QUICK if report.quick else FULL
+    sizes = report.pick(full=FULL, quick=QUICK)
     report.device = compute_device().type
     passes = {}
     for length in sizes.lengths:

@@ -10,7 +10,7 @@ Forms: `detached` chunks, and `through` time with recompute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ FULL = Sizes(2, 1024, (4096, 8192, 16384, 32768))
 QUICK = Sizes(2, 32, (64, 128), TINY)
 
 
-def config_of(model: str, rows: int, sizes: Sizes, *arguments: str) -> Config:
+def config_of(model: str, rows: int, sizes: Sizes, arguments: Sequence[str] = ()) -> Config:
     """Return a model's configuration, with one row in each micro-batch."""
     phase = (f"seq_len={sizes.length}", f"global_batch={rows}", "micro_batch=1")
     settings = [*(f"phases.0.{setting}" for setting in phase), "run.eval_lengths=[1]", "run.eval_tokens=1M"]
@@ -69,7 +69,7 @@ def rows_of(config: Config, rows: int, length: int) -> Batch:
 
 def states(report: BenchReport) -> None:
     """Measure the time of a step in each mode, and peak memory."""
-    sizes = QUICK if report.quick else FULL
+    sizes = report.pick(full=FULL, quick=QUICK)
     report.device = compute_device().type
     with one_process(config_of("Samba", sizes.rows, sizes)) as groups:
         measured = report.sweep({model: modes(model, sizes, groups) for model in MODELS})
@@ -93,7 +93,7 @@ def modes(model: str, sizes: Sizes, groups: Groups) -> dict[str, Callable[[], ob
 
     Asserts that modes start from the same model and hand out different states.
     """
-    configs = {mode: config_of(model, sizes.rows, sizes, f"states.mode={mode}") for mode in MODES}
+    configs = {mode: config_of(model, sizes.rows, sizes, [f"states.mode={mode}"]) for mode in MODES}
     batches = rows_of(configs["zero"], sizes.rows, sizes.length).split(1)
     steps = {mode: Steps(config, groups, batches) for mode, config in configs.items()}
     for step in steps.values():
@@ -110,9 +110,12 @@ def prepared(form: str, length: int, sizes: Sizes) -> Callable[[], object]:
     Process groups stay open: the measuring process ends afterwards.
     """
     chunks = length // sizes.length
-    through = ["states.through_time=true", "parallel.recompute=layer"] if form == "through" else []
-    config = config_of("Mamba-2", chunks, sizes, "states.mode=tbtt", f"states.chunks={chunks}", *through)
-    pieces = 1 if form == "through" else chunks
+    settings = ["states.mode=tbtt", f"states.chunks={chunks}"]
+    pieces = chunks
+    if form == "through":
+        settings += ["states.through_time=true", "parallel.recompute=layer"]
+        pieces = 1
+    config = config_of("Mamba-2", chunks, sizes, settings)
     few, many = (rows_of(config, 1, tokens).chunks(pieces) for tokens in (16 * chunks, length))
     steps = Steps(config, start(config.parallel, launch=ProcessLaunch(0, 1)), few)
     steps()

@@ -60,7 +60,7 @@ class PlainStep:
 
 def step(report: BenchReport) -> None:
     """Measure our step against the plain loop, and report its speed."""
-    config = checked([*report.recipe, *(QUICK if report.quick else ())])
+    config = checked([*report.recipe, *report.pick(full=(), quick=QUICK)])
     report.device = compute_device().type
     model = LanguageModel(config.model)
     initialise(model, config.run.seed)
@@ -104,6 +104,8 @@ def speed_cells(config: Config, seconds: float) -> list[tuple[str, str]]:
     peak = config.cluster.peak_tflops
     memory = peak_memory_gib()
     lines = [("tokens/s", f"{tokens:,.0f}"), ("TFLOP/s", f"{tflops:.3g}")]
-    lines += [("MFU", f"{tflops / peak:.1%} of {peak:g} TFLOP/s")] if peak else []
-    lines += [("peak memory, both loops", f"{memory:.1f} GiB")] if memory is not None else []
+    if peak:
+        lines.append(("MFU", f"{tflops / peak:.1%} of {peak:g} TFLOP/s"))
+    if memory is not None:
+        lines.append(("peak memory, both loops", f"{memory:.1f} GiB"))
     return lines

@@ -138,6 +138,12 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)
     console: list[str] = field(default_factory=list)
 
+    def pick(self, *, full: Place, quick: Place) -> Place:
+        """Return `quick` for a report that only checks that the benchmark runs, and `full` otherwise."""
+        if self.quick:
+            return quick
+        return full
+
     def sweep(self, forms: Mapping[Place, Mapping[str, Callable[[], object]]]) -> dict[Place, Timings]:
         """Time all forms at all places (lengths, models) in turns, because places are compared as well."""
         runs_by_place = {(place, name): run for place, runs in forms.items() for name, run in runs.items()}

@@ -22,11 +22,11 @@ def test_without_a_gpu_the_page_holds_a_rehearsal(tmp_path: Path) -> None:
     assert bench.main(["kernels", "--quick", "--output", str(page)]) == 0
     cells = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
     assert cells[0] == list(HEADER)
-    found = {tuple(line[:4]): [float(number) for number in line[4:]] for line in cells[2:]}
-    assert {kernel for kernel, *_ in found} == {make(QUICK, 48).name for make in KERNELS}
-    for kernel, length, form, name in found:
+    numbers = {tuple(line[:4]): [float(number) for number in line[4:]] for line in cells[2:]}
+    assert {kernel for kernel, *_ in numbers} == {make(QUICK, 48).name for make in KERNELS}
+    for kernel, length, form, name in numbers:
         if name == "backward":
-            whole, forward, backward = (found[kernel, length, form, part] for part in ("both", "forward", "backward"))
+            whole, forward, backward = (numbers[kernel, length, form, part] for part in ("both", "forward", "backward"))
             assert whole[0] == forward[0] + backward[0]
             assert whole[1] == pytest.approx(forward[1] + backward[1], rel=0.01)
 

@@ -39,8 +39,8 @@ def test_its_logits_are_those_of_transformers() -> None:
 
 def test_it_has_as_many_parameters_as_wanted() -> None:
     sizes = LlamaSizes.of(1_500_000, width=192, layers=4, heads=4, vocabulary=2048)
-    made = sum(weight.numel() for weight in PlainLlama(sizes).parameters())
-    assert abs(made - 1_500_000) <= 4 * 3 * 192 / 2
+    parameters = sum(weight.numel() for weight in PlainLlama(sizes).parameters())
+    assert abs(parameters - 1_500_000) <= 4 * 3 * 192 / 2
 
 
 def test_it_is_short() -> None:

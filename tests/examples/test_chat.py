@@ -14,10 +14,10 @@ from hybridtron.cli.main import main
 
 
 def test_questions_are_different_and_answered() -> None:
-    found = dict(conversations())
-    assert len(found) == len(list(conversations())) > 1000
-    assert found["What does json.dumps do?"] == "Serialize ``obj`` to a JSON formatted ``str``."
-    assert all(answer.endswith(".") and len(answer) <= LONGEST for answer in found.values())
+    answers = dict(conversations())
+    assert len(answers) == len(list(conversations())) > 1000
+    assert answers["What does json.dumps do?"] == "Serialize ``obj`` to a JSON formatted ``str``."
+    assert all(answer.endswith(".") and len(answer) <= LONGEST for answer in answers.values())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hybridtron.config.schema import DataConfig
     from hybridtron.model.generate import Reader
 
+YES_OR_NO = {True: "yes", False: "**no**"}
 PER_DOUBLING = 2  # bins for each doubling of the position
 
 
@@ -147,8 +148,11 @@ def frame(axes: Axes, shown: Sequence[Curve], context: int, first: int) -> None:
         value for curve in shown for end, value in zip(curve.ends, curve.perplexities, strict=True) if end >= first
     ]
     far = max(values) > 3 * min(values)
+    scale = "linear"
+    if far:
+        scale = "log"
     axes.axvline(context, color="black", linestyle=":", linewidth=0.8, label=f"context {context}")
-    axes.set(xscale="log", yscale="log" if far else "linear", xlabel="position (tokens before)", ylabel="perplexity")
+    axes.set(xscale="log", yscale=scale, xlabel="position (tokens before)", ylabel="perplexity")
     axes.set(xlim=(first, None), ylim=(min(values) / 1.03, max(values) * 1.03))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")

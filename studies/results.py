@@ -38,10 +38,10 @@ class Part:
 
     def identity(self, run: SweepRun) -> dict[str, Any]:
         """Return the record by which a stored result is recognised, on every machine, as this run's."""
-        source = next((other for other in self.sweep.runs if other.name == run.start), None)
+        starts = [portable(other) for other in self.sweep.runs if other.name == run.start]
         return {
             "settings": portable(run),
-            "start": None if source is None else portable(source),
+            "start": next(iter(starts), None),
             "asked": json.loads(json.dumps(self.asked)),
         }
 
@@ -105,7 +105,7 @@ class Result:
     """
 
     trained: Trained
-    found: Any
+    measured: Any
     minutes: float
     commit: str
 
@@ -117,7 +117,9 @@ class Results:
     kept: Path | None
 
     def path(self, name: str, part: Part, run: SweepRun) -> Path:
-        return part.folder.of(run.name) / BESIDE if self.kept is None else self.kept / f"{name}-{run.name}.json"
+        if self.kept is None:
+            return part.folder.of(run.name) / BESIDE
+        return self.kept / f"{name}-{run.name}.json"
 
     def of(self, name: str, part: Part, run: SweepRun) -> Result | None:
         """Read a run's result; None if it has not been measured.

@@ -48,6 +48,9 @@ def parse(about: str, name: str, arguments: list[str]) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.quick and (chosen.runs is None or chosen.output is None):
         parser.error("--quick needs --runs and --output, so that it leaves the real study's alone")
+    chosen.data = ROOT / "data" / name
+    if chosen.quick:
+        chosen.data = chosen.runs / "data"
     chosen.runs = chosen.runs or ROOT / "runs" / name
     chosen.output = chosen.output or ROOT / "studies" / name
     return chosen
@@ -129,7 +132,9 @@ def with_starts(missing: Sequence[SweepRun], runs: Sequence[SweepRun], folder: F
         start: str | None = run.name
         while start is not None and start not in needed:
             needed.add(start)
-            start = None if folder.is_finished(start) else by_name[start].start
+            if folder.is_finished(start):
+                break
+            start = by_name[start].start
     return [run for run in runs if run.name in needed]
 
 

@@ -20,8 +20,8 @@ from hybridtron.config.units import readable
 from hybridtron.evaluate.results import shown
 from hybridtron.proving.measuring import BenchReport, markdown
 from hybridtron.sweep.grid import SweepRun
-from studies.grown.runs import MULTIPLES, QUICK, STUDY, TUNED, Sizes, part_of, write_samples
-from studies.results import ROOT, Result
+from studies.grown.runs import MULTIPLES, TUNED, Sizes, part_of, sizes_of, write_samples
+from studies.results import Result
 from studies.study import Measured, conduct, parse
 
 NAMES = {"base": "Mamba, the text alone", "mamba": "Mamba, continued", "hax": "+HAX, continued"}
@@ -32,17 +32,16 @@ Found = Mapping[str, Any]
 def main(arguments: list[str]) -> int:
     """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("HAX grown beside a Mamba.", "grown", arguments)
-    sizes = QUICK if chosen.quick else STUDY
-    data = chosen.runs / "data" if chosen.quick else ROOT / "data/grown"
+    sizes = sizes_of(chosen.quick)
     if not chosen.measure:
-        write_samples(sizes, data)
-    return conduct(chosen, lambda: {"grown": part_of(sizes, chosen.runs, data)}, partial(write, sizes))
+        write_samples(sizes, chosen.data)
+    return conduct(chosen, lambda: {"grown": part_of(sizes, chosen.runs, chosen.data)}, partial(write, sizes))
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
     """Write the page of the measured runs."""
     runs = measured["grown"]
-    results = {run.variant: result.found for run, result in runs}
+    results = {run.variant: result.measured for run, result in runs}
     notes = [*described(runs, sizes), *more]
     (output / "grown.md").write_text(page(results, max(sizes.lengths), notes), encoding="utf-8")
 

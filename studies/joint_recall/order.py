@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 
-from studies.joint_recall.runs import CHANCE, kind_of
+from studies.joint_recall.runs import CHANCE, kind_of, variant_of
+from studies.long_text import YES_OR_NO
 
 PAPER = {
     "mamba": {"": 16.3, "D": 7.8, "SW": 18.7, "SW+D": 16.6, "A": 16.4, "LSH": 11.6, "KS": 36.6, "HAX": 38.0},
@@ -61,21 +62,24 @@ def claims(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
         if above in means and below in means:
             theirs = f"{of_paper(above)} > {of_paper(below)}"
             agrees = means[above] > means[below]
-            sign = ">" if means[above] > means[below] else "<="
+            sign = "<="
+            if agrees:
+                sign = ">"
             ours = f"{100 * means[above]:.1f} {sign} {100 * means[below]:.1f}"
-            yield f"{above} above {below}", theirs, ours, "yes" if agrees else "**no**"
+            yield f"{above} above {below}", theirs, ours, YES_OR_NO[agrees]
     if "samba" in means:
         agrees = means["samba"] < NEAR_CHANCE * CHANCE
         ours = f"{100 * means['samba']:.1f}, chance {100 * CHANCE:.1f}"
-        yield "samba at chance", "6.3, chance 6.25", ours, "yes" if agrees else "**no**"
+        yield "samba at chance", "6.3, chance 6.25", ours, YES_OR_NO[agrees]
 
 
 def orders(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
     """Yield table rows: the models of each recurrence from best to worst, in the paper and in our runs."""
     for base, of_base in PAPER.items():
-        theirs = {kind or "alone": value for kind, value in of_base.items() if f"{base}+{kind}".strip("+") in means}
-        if len(theirs) > 1:
-            ours = {kind: means[base if kind == "alone" else f"{base}+{kind}"] for kind in theirs}
+        kinds = [kind for kind in of_base if variant_of(base, kind) in means]
+        if len(kinds) > 1:
+            theirs = {kind or "alone": of_base[kind] for kind in kinds}
+            ours = {kind or "alone": means[variant_of(base, kind)] for kind in kinds}
             pairs = list(combinations(theirs, 2))
             same = sum((theirs[left] > theirs[right]) == (ours[left] > ours[right]) for left, right in pairs)
             yield base, _best_first(theirs), _best_first(ours), f"{same} of {len(pairs)}"

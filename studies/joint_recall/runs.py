@@ -5,6 +5,7 @@ A first part trains every variant at every learning rate from one seed; a second
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -51,10 +52,20 @@ QUICK = Sizes(
 )
 
 
+def sizes_of(quick: bool) -> Sizes:
+    """Return the sizes of the real study, or the quick ones."""
+    return QUICK if quick else STUDY
+
+
 def kind_of(variant: str) -> tuple[str, str]:
     """Split a variant's name into the model and its parallel attention: `mamba+SW+D` -> (`mamba`, `SW+D`)."""
     base, _, attention = variant.partition("+")
     return base, attention
+
+
+def variant_of(base: str, attention: str) -> str:
+    """Return the name of a variant: the model, and if there is any its parallel attention."""
+    return f"{base}+{attention}" if attention else base
 
 
 def rates_part(sizes: Sizes, runs: Path, data: Path) -> Part:
@@ -77,18 +88,16 @@ def best_rates(part: Part, results: Results) -> dict[str, str]:
 
     Only variants whose rates have all been measured are included.
     """
-    accuracies: dict[str, dict[str, float | None]] = {}
+    rates = Counter(run.variant for run in part.sweep.runs)
+    accuracies: dict[str, dict[str, float]] = {name: {} for name in rates}
     for run in part.sweep.runs:
         result = results.of("rates", part, run)
-        accuracies.setdefault(run.variant, {})[run.values[RATE]] = None if result is None else result.found
-    known = {
-        name: {rate: accuracy for rate, accuracy in by_rate.items() if accuracy is not None}
-        for name, by_rate in accuracies.items()
-    }
+        if result is not None:
+            accuracies[run.variant][run.values[RATE]] = result.measured
     return {
         name: max(by_rate, key=by_rate.__getitem__)
-        for name, by_rate in known.items()
-        if len(by_rate) == len(accuracies[name])
+        for name, by_rate in accuracies.items()
+        if len(by_rate) == rates[name]
     }
 
 

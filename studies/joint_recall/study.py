@@ -20,18 +20,17 @@ from hybridtron.proving.measuring import BenchReport, markdown
 from studies.joint_recall.order import HERE, ORDERS, PAPER, WHY, claims, of_paper, orders, reasons
 from studies.joint_recall.runs import (
     CHANCE,
-    QUICK,
     RATE,
     ROWS,
-    STUDY,
     Sizes,
     best_rates,
     rates_part,
     seeds_part,
+    sizes_of,
     write_rows,
 )
 from studies.long_text import spread
-from studies.results import ROOT, Results
+from studies.results import Results
 from studies.study import Measured, conduct, parse
 
 LEAST_FULL = 0.9  # accuracy that full attention must reach, or the task cannot be learned
@@ -41,23 +40,23 @@ BASE = (1.5, 5.0)  # range for the accuracy of bare recurrences, as multiples of
 def main(arguments: list[str]) -> int:
     """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Joint recall on a laptop.", "joint_recall", arguments)
-    sizes = QUICK if chosen.quick else STUDY
-    data = chosen.runs / "data" if chosen.quick else ROOT / "data/joint_recall"
+    sizes = sizes_of(chosen.quick)
     if not chosen.measure:
-        write_rows(sizes, data)
-    rates = partial(rates_part, sizes, chosen.runs, data)
+        write_rows(sizes, chosen.data)
+    rates = partial(rates_part, sizes, chosen.runs, chosen.data)
     writing = partial(write, sizes)
     if code := conduct(chosen, lambda: {"rates": rates()}, writing):
         return code
     best = best_rates(rates(), Results(chosen.results))
-    return conduct(chosen, lambda: {"rates": rates(), "seeds": seeds_part(sizes, chosen.runs, data, best)}, writing)
+    seeds = partial(seeds_part, sizes, chosen.runs, chosen.data, best)
+    return conduct(chosen, lambda: {"rates": rates(), "seeds": seeds()}, writing)
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
     """Write the page of the measured runs."""
     accuracies: dict[str, dict[str, list[float]]] = {}
     for run, result in [pair for part in measured.values() for pair in part]:
-        accuracies.setdefault(run.variant, {}).setdefault(run.values[RATE], []).append(result.found)
+        accuracies.setdefault(run.variant, {}).setdefault(run.values[RATE], []).append(result.measured)
     trained = next(result.trained for part in measured.values() for _, result in part)
     phases = ", then ".join(f"{phase.tokens} tokens in rows of {phase.seq_len}" for phase in trained.phases)
     notes = [

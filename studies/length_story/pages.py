@@ -64,8 +64,8 @@ def ratio(curve: Curve, position: int) -> float:
 def read_lengths(findings: Findings) -> list[int]:
     """Return the context, four times the context, and so on up to the longest measured position."""
     longest = max(curve.ends[-1] for curve in curves(findings, "base"))
-    lengths = [findings.context * 4**power for power in range(8) if findings.context * 4**power <= longest]
-    return lengths if lengths[-1] == longest else [*lengths, longest]
+    lengths = [findings.context * 4**power for power in range(8) if findings.context * 4**power < longest]
+    return [*lengths, longest]
 
 
 def perplexity_rows(
@@ -116,9 +116,9 @@ def draw_perplexity(findings: Findings, path: Path) -> None:
         last = max(curve.perplexities[-1] for curve in every)
         axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
         axes.set(xlim=(max(2, findings.context // 4), None), ylim=(least / 1.1, min(last * 1.1, 20 * least)))
-        for axis in (axes.xaxis, axes.yaxis):
+        for axis, minor in ((axes.xaxis, ""), (axes.yaxis, "{x:g}")):
             axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}" if axis is axes.yaxis else "")
+            axis.set_minor_formatter(minor)
 
 
 def draw_copying(findings: Findings, path: Path) -> None:

@@ -64,15 +64,25 @@ QUICK = Sizes(
 )  # fmt: skip
 
 
+def sizes_of(quick: bool) -> Sizes:
+    """Return the sizes of the real study, or the quick ones."""
+    return QUICK if quick else STORY
+
+
 def part_of(part: str, sizes: Sizes, root: Path) -> Part:
     """Return the part `language` or `copying`: its runs with their data, and its measurement."""
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
-        added = sizes.variants.get(f"{part}/{run.variant}", None if sizes.variants else ())
-        seeds = sizes.seeds[:1] if run.variant in FURTHER else sizes.seeds
-        if added is None or run.values[SEED] not in seeds:
+        name = f"{part}/{run.variant}"
+        seeds = sizes.seeds
+        if run.variant in FURTHER:
+            seeds = seeds[:1]
+        if (sizes.variants and name not in sizes.variants) or run.values[SEED] not in seeds:
             return None
-        return (*added, f"data.path={root / 'strings'}") if "data=folder" in (*run.settings, *added) else added
+        added = sizes.variants.get(name, ())
+        if "data=folder" in (*run.settings, *added):
+            return (*added, f"data.path={root / 'strings'}")
+        return added
 
     sweep, folder = selected(HERE / f"{part}.yaml", root / part, more)
     if part == "language":

@@ -21,7 +21,7 @@ from typing import Any
 from hybridtron.config.units import readable
 from hybridtron.problems import Unusable
 from hybridtron.sweep.grid import SEED
-from studies.length_story.runs import QUICK, STORY, Sizes, part_of, write_copying_data
+from studies.length_story.runs import Sizes, part_of, sizes_of, write_copying_data
 from studies.long_text import Curve
 from studies.results import Trained
 from studies.study import Measured, conduct, parse
@@ -32,7 +32,7 @@ PARTS = ("language", "copying")
 def main(arguments: list[str]) -> int:
     """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Length generalization on a laptop: pretrain, post-train, measure.", "length_story", arguments)
-    sizes = QUICK if chosen.quick else STORY
+    sizes = sizes_of(chosen.quick)
     write_copying_data(sizes, chosen.runs)
     return conduct(chosen, lambda: {part: part_of(part, sizes, chosen.runs) for part in PARTS}, partial(write, sizes))
 
@@ -68,7 +68,7 @@ def by_variant(measured: Measured, part: str) -> dict[str, dict[int, Any]]:
     """Group the results of a part by variant and seed."""
     results: dict[str, dict[int, Any]] = {}
     for run, result in measured[part]:
-        results.setdefault(run.variant, {})[int(run.values[SEED])] = result.found
+        results.setdefault(run.variant, {})[int(run.values[SEED])] = result.measured
     return results
 
 

@@ -24,8 +24,8 @@ from hybridtron.proving.measuring import BenchReport, Timing, interleaved, markd
 from hybridtron.proving.steps import Steps, checked, one_process, random_batches
 from hybridtron.sweep.grid import SEED, SweepRun
 from studies.long_text import Curve, draw_seeds, spread
-from studies.mixers.runs import PAIRS, QUICK, STUDY, VOCABULARY, Sizes, part_of, write_rows
-from studies.results import ROOT, Result, Trained
+from studies.mixers.runs import PAIRS, VOCABULARY, Sizes, part_of, sizes_of, write_rows
+from studies.results import Result, Trained
 from studies.study import Measured, conduct, parse
 
 YARDSTICK = "mamba"
@@ -48,11 +48,10 @@ class Found:
 def main(arguments: list[str]) -> int:
     """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Recurrences at equal size on a laptop.", "mixers", arguments)
-    sizes = QUICK if chosen.quick else STUDY
-    data = chosen.runs / "data" if chosen.quick else ROOT / "data/mixers"
+    sizes = sizes_of(chosen.quick)
     if not chosen.measure:
-        write_rows(sizes, data)
-    planned = {part: partial(part_of, part, sizes, chosen.runs, data) for part in ("text", "recall")}
+        write_rows(sizes, chosen.data)
+    planned = {part: partial(part_of, part, sizes, chosen.runs, chosen.data) for part in ("text", "recall")}
     return conduct(chosen, lambda: {part: make_part() for part, make_part in planned.items()}, partial(write, sizes))
 
 
@@ -79,11 +78,11 @@ def gathered(text: Sequence[tuple[SweepRun, Result]], recall: Sequence[tuple[Swe
     by_mixer: dict[str, Found] = {}
     for run, result in text:
         mixer = by_mixer.setdefault(run.variant, Found(result.trained.parameters))
-        mixer.losses[int(run.values[SEED])] = result.found["loss"]
-        mixer.curves[int(run.values[SEED])] = Curve(**result.found["curve"])
+        mixer.losses[int(run.values[SEED])] = result.measured["loss"]
+        mixer.curves[int(run.values[SEED])] = Curve(**result.measured["curve"])
     for run, result in recall:
         if run.variant in by_mixer:
-            by_mixer[run.variant].recall[result.trained.phases[0].seq_len - 1] = result.found
+            by_mixer[run.variant].recall[result.trained.phases[0].seq_len - 1] = result.measured
     return by_mixer
 
 

@@ -59,7 +59,9 @@ def main(arguments: list[str]) -> int:
         if chosen.submit:
             print(submission.script(wanted, chosen.full, chosen.only is None), end="")
             return 0
-        code = 0 if chosen.pages else carry_on(wanted, where, chosen.minutes, chosen.jobs, Console(stderr=True))
+        code = 0
+        if not chosen.pages:
+            code = carry_on(wanted, where, chosen.minutes, chosen.jobs, Console(stderr=True))
         write([PAPERS[name] for name in chosen.papers], where, chosen.output)
     except Unusable as error:
         print(error, file=sys.stderr)

@@ -45,6 +45,11 @@ QUICK = Sizes(
 )
 
 
+def sizes_of(quick: bool) -> Sizes:
+    """Return the sizes of the real study, or the quick ones."""
+    return QUICK if quick else STUDY
+
+
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
     """Return the sweep with its data paths and its measurement.
 
@@ -93,10 +98,12 @@ def found_of(run: Path, sizes: Sizes, tuned: bool) -> list[dict[str, Any]]:
     """
     from hybridtron.cli.given import newest_checkpoint
 
-    style, lengths = ("tuned", sizes.lengths) if tuned else ("few_shot", sizes.few_shot)
-    wanted: list[dict[str, Any]] = [{"lengths": [*lengths], "options": {"style": style}}]
+    wanted: list[dict[str, Any]] = [{"lengths": [*sizes.few_shot], "options": {"style": "few_shot"}}]
     if tuned:
-        wanted.insert(0, {"lengths": [CONTEXT], "options": {"style": style, "essay": "none"}})
+        wanted = [
+            {"lengths": [CONTEXT], "options": {"style": "tuned", "essay": "none"}},
+            {"lengths": [*sizes.lengths], "options": {"style": "tuned"}},
+        ]
     rows = []
     for number, request in enumerate(wanted):
         task = {"task": TASK, "samples": sizes.asked, **request}

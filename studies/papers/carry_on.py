@@ -61,12 +61,16 @@ def carry_on(claims: Sequence[Claim], where: Where, minutes: float, jobs: int, c
             console.print(f"{spent:.0f} minutes used; planned for what is left: {left / jobs:.0f}")
         if len(fitting.missing) < len(batch.missing):
             return INTERRUPTED
-    return INTERRUPTED if any(batches(claims, where)) else 0  # results can name further runs
+    if any(batches(claims, where)):  # results can name further runs
+        return INTERRUPTED
+    return 0
 
 
 def timed_minutes(claims: Sequence[Claim], kept: Kept) -> float:
     """Return the minutes for measuring speed; 0 if no claim needs it, or it has been measured."""
-    return SPEED_MINUTES if any(claim.timed and claim.timed not in kept.timed for claim in claims) else 0.0
+    if any(claim.timed and claim.timed not in kept.timed for claim in claims):
+        return SPEED_MINUTES
+    return 0.0
 
 
 def batches(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
@@ -94,13 +98,17 @@ def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
     of_sweeps: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for batch in needed(claims, where):
         results = batch.study.kept(where)
-        alone = batch.study.results in ("papers", batch.name)
+        name = batch.name
+        if batch.study.results not in ("papers", name):
+            name = f"{batch.study.results}, {name}"
         for run in batch.runs:
             result = results.of(batch.name, batch.part, run)
-            runs = of_sweeps[batch.name if alone else f"{batch.study.results}, {batch.name}"]
-            runs.append((batch.study.minutes(run.variant), None if result is None else result.minutes))
+            used = None
+            if result is not None:
+                used = result.minutes
+            of_sweeps[name].append((batch.study.minutes(run.variant), used))
     minutes_each = SPEED_MINUTES / len(speed.NAMES)
-    of_sweeps["speed"] = [(minutes_each, timed[name]["minutes"] if name in timed else None) for name in speed.NAMES]
+    of_sweeps["speed"] = [(minutes_each, timed.get(name, {}).get("minutes")) for name in speed.NAMES]
     of_sweeps["together"] = [run for runs in of_sweeps.values() for run in runs]
     rows = ((name, *_counted(runs)) for name, runs in of_sweeps.items())
     return Table(("what is trained", "runs", "minutes planned", "minutes used"), tuple(rows))

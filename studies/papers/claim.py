@@ -110,7 +110,7 @@ class Kept:
         return [result for run, result in self.measured.get(part, ()) if run.variant == variant]
 
     def found(self, part: str, variant: str) -> list[Any]:
-        return [result.found for result in self.results(part, variant)]
+        return [result.measured for result in self.results(part, variant)]
 
     def first(self, part: str, variant: str) -> Any:
         """Return the measured values of the first seed, or None."""
@@ -165,7 +165,9 @@ def in_order(pairs: Iterable[Pair], deviation: float | None) -> Verdict:
     numbers = "; ".join(f"{pair.name}: {_compared(pair)} ({outcome.value})" for pair, outcome in said)
     outcomes = [outcome for _, outcome in said]
     overall = next((worst for worst in (Said.NOT, Said.UNDECIDED) if worst in outcomes), Said.AGREES)
-    return Verdict(overall, numbers if deviation else f"{numbers}; without a second seed no deviation is known")
+    if not deviation:
+        numbers = f"{numbers}; without a second seed no deviation is known"
+    return Verdict(overall, numbers)
 
 
 def _lies(pair: Pair, deviation: float | None) -> Said:
@@ -175,7 +177,9 @@ def _lies(pair: Pair, deviation: float | None) -> Said:
     error = deviation * math.sqrt(1 / len(pair.less) + 1 / len(pair.more))
     if abs(difference) < ERRORS * error:
         return Said.UNDECIDED
-    return Said.AGREES if difference > 0 else Said.NOT
+    if difference > 0:
+        return Said.AGREES
+    return Said.NOT
 
 
 def _compared(pair: Pair) -> str:
@@ -195,9 +199,14 @@ def pooled(groups: Iterable[Sequence[float]]) -> float | None:
 
 def holds(checks: Iterable[tuple[str, bool]]) -> Verdict:
     """Agree if all checks hold; for rules that do not compare two models."""
-    checked = list(checks)
-    numbers = "; ".join(text if kept else f"{text} **(does not hold)**" for text, kept in checked)
-    return Verdict(Said.AGREES if all(kept for _, kept in checked) else Said.NOT, numbers)
+    overall = Said.AGREES
+    texts = []
+    for text, kept in checks:
+        if not kept:
+            overall = Said.NOT
+            text = f"{text} **(does not hold)**"
+        texts.append(text)
+    return Verdict(overall, "; ".join(texts))
 
 
 def minutes(pairs: Iterable[tuple[SweepRun, Result]]) -> float:
@@ -209,6 +218,9 @@ def variants(claims: Iterable[Claim], further: bool) -> dict[str, set[str]]:
     """Return the variants that claims need, by sweep, with their further experiments on request."""
     by_sweep: dict[str, set[str]] = {}
     for claim in claims:
-        for part, names in (*claim.needs.items(), *(claim.further.items() if further else ())):
+        for part, names in claim.needs.items():
             by_sweep.setdefault(part, set()).update(names)
+        if further:
+            for part, names in claim.further.items():
+                by_sweep.setdefault(part, set()).update(names)
     return by_sweep

@@ -10,7 +10,7 @@ from functools import partial
 from studies.grown.runs import TUNED
 from studies.joint_recall.order import PAPER as ACCURACY
 from studies.joint_recall.order import REASONS
-from studies.joint_recall.runs import CHANCE, RATE, REPEATED
+from studies.joint_recall.runs import CHANCE, RATE, REPEATED, variant_of
 from studies.papers.claim import (
     EMPTY,
     Claim,
@@ -58,13 +58,13 @@ NEAR_CHANCE = 1.2
 def accuracies(kept: Kept, variant: str) -> list[float]:
     """Return a variant's accuracy in percent, by seed, at the rate that was best with the first seed."""
     first = [
-        (result.found, run.values[RATE]) for run, result in kept.measured.get("rates", ()) if run.variant == variant
+        (result.measured, run.values[RATE]) for run, result in kept.measured.get("rates", ()) if run.variant == variant
     ]
     if not first:
         return []
     best, rate = max(first)
     more = [
-        result.found
+        result.measured
         for run, result in kept.measured.get("seeds", ())
         if run.variant == variant and run.values[RATE] == rate
     ]
@@ -75,7 +75,7 @@ def recall_rows(kept: Kept) -> Table:
     """Return our accuracies in the form of the paper's table: means and deviations over seeds."""
     rows = []
     for base in BASES:
-        cells = (accuracies(kept, f"{base}+{kind}" if kind else base) for kind in ACCURACY[base])
+        cells = (accuracies(kept, variant_of(base, kind)) for kind in ACCURACY[base])
         rows.append((base, *(_shown(of) for of in cells)))
     return Table(
         (f"ours, %; chance is {100 * CHANCE:.1f}", "alone", *(kind for kind in ACCURACY["mamba"] if kind)), tuple(rows)
@@ -94,7 +94,7 @@ def recall(*pairs: tuple[str, str]) -> partial[Verdict]:
 
 
 def recalls_more(pairs: Sequence[tuple[str, str]], kept: Kept) -> Verdict:
-    repeated = (f"{base}+{kind}" if kind else base for base in BASES for kind in REPEATED)
+    repeated = (variant_of(base, kind) for base in BASES for kind in REPEATED)
     deviation = pooled(accuracies(kept, variant) for variant in repeated)
     named = [Pair(f"{less} below {more}", accuracies(kept, less), accuracies(kept, more)) for more, less in pairs]
     return in_order(named, deviation)
@@ -122,9 +122,13 @@ def recall_claims(
 
     An empty string stands for the recurrence alone.
     """
+    explained = None
+    if why is not None:
+        explained = reason(why)
     claims = []
     for base in bases:
-        above, below = (f"{base}+{kind}" if kind else base for kind in (more, less))
+        above = variant_of(base, more)
+        below = variant_of(base, less)
         seeds = tuple(model for model, kind in ((above, more), (below, less)) if kind in REPEATED)
         claim = Claim(
             f"figure5-{name}-{base}",
@@ -136,7 +140,7 @@ def recall_claims(
             {"rates": (above, below), "seeds": seeds},
             recall_rows,
             recall((above, below)),
-            reason=None if why is None else reason(why),
+            reason=explained,
             on_gpu=cells(above, below),
         )
         claims.append(claim)

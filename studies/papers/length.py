@@ -31,7 +31,9 @@ def scratch(sweep: str, *only: str, every: bool = False) -> OnGpu:
 
 def published(*only: str, sweep: str = "interventions", column: Column | None = BY_POSITION, reads: str = "") -> OnGpu:
     """Return runs that post-train published models for 100 steps and more, as in the paper."""
-    return OnGpu(f"length/{sweep}", only, column=None if reads else column, reads=reads)
+    if reads:
+        column = None
+    return OnGpu(f"length/{sweep}", only, column=column, reads=reads)
 
 
 KEYS = (2048, 8192, 32768, 131072)

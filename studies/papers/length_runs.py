@@ -55,6 +55,11 @@ QUICK = Sizes(
 )
 
 
+def sizes_of(quick: bool) -> Sizes:
+    """Return the sizes of the real study, or the quick ones."""
+    return QUICK if quick else STUDY
+
+
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
     """Return the sweep `length` with its data path and its measurement.
 
@@ -70,10 +75,14 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
             return None
         if run.variant not in BASES:
             return ()
-        steps = round(sizes.steps * (TIMES if run.variant == LONGER else 1))
+        steps = sizes.steps
+        if run.variant == LONGER:
+            steps = round(steps * TIMES)
         eighth = steps // max(EIGHTHS)
         kept = (f"checkpoint.every={eighth}", f"checkpoint.keep_every={eighth}")
-        shape = () if run.variant.startswith("context") else rows
+        shape = rows
+        if run.variant.startswith("context"):
+            shape = ()
         return (*sizes.settings, *shape, *prepared, f"phases.0.tokens=${{steps:{steps}}}", *kept)
 
     sweep, folder = selected(HERE / "length.yaml", runs / "length", more)

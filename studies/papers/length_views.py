@@ -144,7 +144,8 @@ def fails_and_is_repaired(name: str) -> Judge:
     """Return a judge: the base's perplexity rises, and rises less after passing."""
 
     def judge(kept: Kept) -> Verdict:
-        base, passing = rises(kept, name), rises(kept, f"{name}-passing")
+        base = rises(kept, name)
+        passing = rises(kept, f"{name}-passing")
         pairs = [Pair(f"0 below {name}", [0.0], base), Pair(f"{name}-passing below {name}", passing, base)]
         return in_order(pairs, pooled(rises(kept, variant) for variant in REPEATED))
 

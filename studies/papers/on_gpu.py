@@ -33,7 +33,9 @@ def runs_of(on_gpu: OnGpu, full: bool = False) -> list[SweepRun]:
 
     With `full` they have the paper's size.
     """
-    settings = () if full else on_gpu.smaller
+    settings = on_gpu.smaller
+    if full:
+        settings = ()
     return list(narrowed(read(SWEEPS / f"{on_gpu.sweep}.yaml", settings), on_gpu.only).runs)
 
 
@@ -70,7 +72,9 @@ def loadable(chain: Chain, folder: Path) -> list[str]:
     """Return the last run's settings, in which its starting weights are replaced by stand-ins in `folder`."""
     *before, last = chain
     settings = [_stood_in(text, folder) for text in last]
-    return [*settings, f"{WEIGHTS}{saved(config_of(tuple(before)), folder / 'before')}"] if before else settings
+    if before:
+        settings.append(f"{WEIGHTS}{saved(config_of(tuple(before)), folder / 'before')}")
+    return settings
 
 
 def saved(config: Config, path: Path) -> Path:
@@ -135,7 +139,9 @@ def rehearsed(recipe: str) -> tuple[float, float]:
     ran = [line for line in lines if line["recipe"] == recipe and "tokens_per_second" in line]
     alone = [line for line in ran if line["layout"] == "DP8"]
     stages = {line["rank"]: line for line in ran if line["layout"] == "PP2"}
-    parts = [min(alone, key=lambda line: line["tokens_per_second"])] if alone else [*stages.values()]
+    parts = [*stages.values()]
+    if alone:
+        parts = [min(alone, key=lambda line: line["tokens_per_second"])]
     if not parts:
         return math.inf, 0.0
     seconds = sum(1 / line["tokens_per_second"] for line in parts)  # a token's
@@ -158,7 +164,9 @@ def path_of(folder: Path, claim: Claim) -> Path:
 def column(folder: Path, claim: Claim) -> Table | None:
     """Return the stored third column of a claim, or None."""
     record = read_record(path_of(folder, claim))
-    return Table(tuple(record["header"]), tuple(map(tuple, record["rows"]))) if record else None
+    if not record:
+        return None
+    return Table(tuple(record["header"]), tuple(map(tuple, record["rows"])))
 
 
 def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
@@ -174,8 +182,10 @@ def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
         return path_of(folder, claim)
     on_gpu = claim.on_gpu
     if on_gpu is None or on_gpu.column is None:
-        what = f"hybridtron evaluate RUN {on_gpu.reads}" if on_gpu else "nothing: no run on a GPU shows it"
-        raise Unusable(f"{claim.name} has no column to fill; what shows it is {what}")
+        cure = "no run on a GPU shows it"
+        if on_gpu:
+            cure = f"hybridtron evaluate RUN {on_gpu.reads} shows it"
+        raise Unusable(f"{claim.name} has no column to fill; {cure}")
     known = {run.name: runs / on_gpu.sweep / run.name for run in read_runs(on_gpu)}
     chosen = dict(_named(text, known, claim) for text in given) or known
     places = [place for name, run in chosen.items() for place in _places(name, run, on_gpu.every)]

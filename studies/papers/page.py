@@ -63,7 +63,9 @@ def section(
         yield f"- a further experiment: {further(claim, kept)}"
     of_claim = kept.of(claim.needs)
     if of_claim or claim.timed in kept.timed:
-        spent = kept.timed[claim.timed]["minutes"] if claim.timed else minutes(of_claim)
+        spent = minutes(of_claim)
+        if claim.timed:
+            spent = kept.timed[claim.timed]["minutes"]
         yield f"- `python -m studies.papers {paper.name} --only {claim.name}`: {spent:.0f} minutes"
     elif claim.needs or claim.timed:
         yield f"- `python -m studies.papers {paper.name} --only {claim.name}`: not run yet"
@@ -83,8 +85,9 @@ def section(
 def further(claim: Claim, kept: Kept) -> str:
     if claim.reason is None:
         return "none was made yet"
-    missing = kept.missing(claim.further)
-    return f"waits for {', '.join(missing)}" if missing else claim.reason(kept)
+    if missing := kept.missing(claim.further):
+        return f"waits for {', '.join(missing)}"
+    return claim.reason(kept)
 
 
 MODEL = "[a model, corrected by steps on an H200](../../../benchmarks/gpu.md)"
@@ -111,4 +114,6 @@ def on_gpu(paper: Paper, claim: Claim) -> Iterator[str]:
 
 
 def _time(hours: float) -> str:
-    return f"{hours:.1f} hours" if hours > 1 else f"{60 * hours:.0f} minutes"
+    if hours > 1:
+        return f"{hours:.1f} hours"
+    return f"{60 * hours:.0f} minutes"

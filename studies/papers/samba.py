@@ -24,7 +24,9 @@ TIMED = ("samba_1.7b", "mistral_1.6b", "mamba_1.8b", "llama3_1.6b")
 
 def pajama(*only: str, column: Column | None = None, reads: str = "") -> OnGpu:
     """Return runs of models with 430 million parameters, on a tenth of the paper's tokens."""
-    return OnGpu(SWEEP, only, SHORT, None if reads else column or in_rows(*LONG_ROWS), reads=reads)
+    if not reads and column is None:
+        column = in_rows(*LONG_ROWS)
+    return OnGpu(SWEEP, only, SHORT, column, reads=reads)
 
 
 FOUND = pajama("samba-keys", "llama-swa-keys", column=tasks("passkey", "exact", KEYS))
@@ -44,7 +46,9 @@ def in_table(
 
     It also needs samba.yaml's Samba, whose seeds give a run's deviation.
     """
-    lengths = (CONTEXT // 2, *LENGTHS) if number == 5 else LENGTHS
+    lengths = LENGTHS
+    if number == 5:
+        lengths = (CONTEXT // 2, *LENGTHS)
     needs = {"tables": variants, "samba": ("samba",)}
     ours = views.rows_of("tables", variants, lengths)
     return Claim(

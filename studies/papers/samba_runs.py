@@ -57,6 +57,11 @@ QUICK = Sizes(  # large enough for full attention to fail beyond its rows
 )  # fmt: skip
 
 
+def sizes_of(quick: bool) -> Sizes:
+    """Return the sizes of the real study, or the quick ones."""
+    return QUICK if quick else STUDY
+
+
 def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:
     """Return the part `samba`, `tables` or `entropy`: its runs with their data, and its measurement.
 
@@ -66,7 +71,9 @@ def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:
     def more(run: SweepRun) -> tuple[str, ...] | None:
         known = sizes.variants is None or run.variant in sizes.variants[part]
         again = run.values[SEED] == "1" or run.variant in REPEATED or part == "entropy"
-        return (*sizes.settings, f"data.path={data}") if known and again and run.values[SEED] in sizes.seeds else None
+        if not (known and again and run.values[SEED] in sizes.seeds):
+            return None
+        return (*sizes.settings, f"data.path={data}")
 
     sweep, folder = selected(HERE / f"{part}.yaml", runs / part, more)
     lengths = {"samba": sizes.lengths, "tables": sizes.table_lengths, "entropy": (CONTEXT,)}[part]

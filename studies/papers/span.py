@@ -48,8 +48,11 @@ AT_SIZE = {
 def adapted(of: study.Claim) -> OnGpu:
     """Return the runs of two adapted 2.7B models, as the paper has them."""
     sweep, names = AT_SIZE[of.figure]
-    only = tuple(dict.fromkeys((names[of.one], names[of.other])))
-    return OnGpu(f"span/{sweep}", only, column=BOTH if of.reads != (study.FULL, study.FULL) else RULER)
+    only = tuple(dict.fromkeys((names[of.first], names[of.second])))
+    column = RULER
+    if of.reads != (study.FULL, study.FULL):
+        column = BOTH
+    return OnGpu(f"span/{sweep}", only, column=column)
 
 
 RULES = {
@@ -65,7 +68,7 @@ def readings(kept: Kept) -> study.Found:
     """Return the readings of all measured models, by variant and seed."""
     by_variant: dict[str, dict[str, study.Readings]] = {}
     for run, result in kept.measured.get("span", ()):
-        by_variant.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.found)
+        by_variant.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.measured)
     return by_variant
 
 
@@ -73,7 +76,7 @@ def recalls(of: study.Claim, kept: Kept) -> Table:
     """Return a table of recall in percent: the two compared models, and the base that both were tuned from."""
     by_variant = readings(kept)
     rows = []
-    for name, how in ((of.one, of.reads[0]), (of.other, of.reads[1]), (BASE, study.FULL)):
+    for name, how in ((of.first, of.reads[0]), (of.second, of.reads[1]), (BASE, study.FULL)):
         if scores := [100 * study.score(reading, how) for reading in by_variant.get(name, {}).values()]:
             rows.append((f"{name}, {how}", f"{len(scores)}", f"{statistics.mean(scores):.1f}"))
     return Table(("ours, recall in %", "seeds", "mean of rows of 512 to 2048"), tuple(rows))
@@ -86,8 +89,9 @@ def compared(of: study.Claim, kept: Kept) -> Verdict:
     numbers = f"{100 * mean:+.1f} points (by seed {points})"
     if study.agrees(of, by):
         return Verdict(Said.AGREES, numbers)
-    undecided = of.kind == "above" and (abs(mean) < study.ABOVE or min(by) < 0 < max(by))
-    return Verdict(Said.UNDECIDED if undecided else Said.NOT, numbers)
+    if of.kind == "above" and (abs(mean) < study.ABOVE or min(by) < 0 < max(by)):
+        return Verdict(Said.UNDECIDED, numbers)
+    return Verdict(Said.NOT, numbers)
 
 
 FURTHER = ("SE-16x4", "SE-long", "full-long")
@@ -110,18 +114,23 @@ def why_not_level(kept: Kept) -> str:
 
 def of_recall(of: study.Claim) -> Claim:
     """Return the claim for a comparison of the study."""
-    pair = re.sub(r"[^a-z0-9]+", "-", f"{of.one} {of.other}".lower())
+    pair = re.sub(r"[^a-z0-9]+", "-", f"{of.first} {of.second}".lower())
+    reason = None
+    further = {}
+    if of.kind == "level":
+        reason = why_not_level
+        further = {"span": FURTHER}
     return Claim(
         f"figure{re.sub(r'[^a-z0-9]', '', of.figure)}-{pair}",
         f"Figure {of.figure}",
         f"{of.says[0].upper()}{of.says[1:]}.",
         EMPTY,
         RULES[of.kind],
-        {"span": tuple(dict.fromkeys((of.one, of.other)))},
+        {"span": tuple(dict.fromkeys((of.first, of.second)))},
         partial(recalls, of),
         partial(compared, of),
-        reason=why_not_level if of.kind == "level" else None,
-        further={"span": FURTHER} if of.kind == "level" else {},
+        reason=reason,
+        further=further,
         on_gpu=adapted(of),
     )
 

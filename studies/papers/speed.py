@@ -83,8 +83,10 @@ def write(record: Mapping[str, Any], path: Path) -> None:
 
 def speed_rows(name: str) -> Callable[[Kept], Table]:
     def table(kept: Kept) -> Table:
-        record = kept.timed.get(name)
-        return Table((), ()) if record is None else Table(tuple(record["header"]), tuple(map(tuple, record["rows"])))
+        if name not in kept.timed:
+            return Table((), ())
+        record = kept.timed[name]
+        return Table(tuple(record["header"]), tuple(map(tuple, record["rows"])))
 
     return table
 

@@ -60,6 +60,11 @@ QUICK = Sizes(
 )  # fmt: skip
 
 
+def sizes_of(quick: bool) -> Sizes:
+    """Return the sizes of the real study, or the quick ones."""
+    return QUICK if quick else STUDY
+
+
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
     """Return the sweep with its data paths and its measurement.
 
@@ -146,14 +151,17 @@ def answers_of(run: Path, sizes: Sizes, zero_shot: bool) -> Found:
     """
     lines = read_lines(run / "metrics.jsonl")
     ended = max(line["step"] for line in lines if line["phase"] == TEXT)
-    samples = {multiple: sizes.trained if multiple == 1 else sizes.longer for multiple in sizes.multiples}
+    samples = dict.fromkeys(sizes.multiples, sizes.longer)
+    samples[1] = sizes.trained
     checkpoints = {step: folder for folder in all_of(run) if (step := step_of(folder)) >= ended}
     accuracy = []
     for step, folder in checkpoints.items():
         rows = exact(answers(folder, asked(sizes, {1: sizes.steps}), run / "evaluation/by_step" / folder.name))
         accuracy.append((step, rows[0]["value"]))
     last = exact(answers(checkpoints[max(checkpoints)], asked(sizes, samples), run / "evaluation/last"))
-    text = exact(answers(checkpoints[ended], asked(sizes, samples), run / "evaluation/text")) if zero_shot else []
+    text = []
+    if zero_shot:
+        text = exact(answers(checkpoints[ended], asked(sizes, samples), run / "evaluation/text"))
     return Found(last, text, accuracy, means([line for line in lines if line["phase"] != TEXT]))
 
 

@@ -22,8 +22,8 @@ from hybridtron.evaluate.pictures import by_length, heat_map
 from hybridtron.evaluate.results import shown
 from hybridtron.proving.measuring import BenchReport, markdown
 from hybridtron.sweep.grid import SweepRun
-from studies.passkey.samples import LONGER, QUICK, STUDY, Found, Sizes, part_of, write_samples
-from studies.results import ROOT, Result
+from studies.passkey.samples import LONGER, Found, Sizes, part_of, sizes_of, write_samples
+from studies.results import Result
 from studies.study import Measured, conduct, parse
 
 NAMES = {
@@ -40,16 +40,15 @@ Rows = list[dict[str, Any]]
 def main(arguments: list[str]) -> int:
     """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Passkey retrieval on a laptop.", "passkey", arguments)
-    sizes = QUICK if chosen.quick else STUDY
-    data = chosen.runs / "data" if chosen.quick else ROOT / "data/passkey"
-    write_samples(sizes, data)
-    return conduct(chosen, lambda: {"passkey": part_of(sizes, chosen.runs, data)}, partial(write, sizes))
+    sizes = sizes_of(chosen.quick)
+    write_samples(sizes, chosen.data)
+    return conduct(chosen, lambda: {"passkey": part_of(sizes, chosen.runs, chosen.data)}, partial(write, sizes))
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
     """Write the page and the pictures of the measured runs."""
     runs = measured["passkey"]
-    results = {run.variant: Found(**result.found) for run, result in runs}
+    results = {run.variant: Found(**result.measured) for run, result in runs}
     draw(results, sizes.lengths[-1], output)
     notes = [*described(runs, sizes), *more]
     (output / "passkey.md").write_text(page(results, notes, sizes.lengths[-1]), encoding="utf-8")
@@ -102,7 +101,9 @@ def of_mamba2(found: Mapping[str, Found]) -> dict[str, Rows]:
     runs = {"from zero states": "mamba2", "from fitted noise": "mamba2_fitted"}
     tuned = {name: found[run].last for name, run in runs.items() if run in found}
     zero_shot = next((found[run].text for run in runs.values() if run in found), None)
-    return {"zero-shot": zero_shot, **tuned} if zero_shot else tuned
+    if not zero_shot:
+        return tuned
+    return {"zero-shot": zero_shot, **tuned}
 
 
 def table(report: BenchReport, title: str, runs: Mapping[str, Rows], picture: str) -> None:

@@ -54,7 +54,9 @@ class Asked:
         """Return the recall of needles inside the window, or beyond it; None if there are none."""
         bins = [index for index, last in enumerate(DISTANCES) if (last <= WINDOW) == inside]
         asked = sum(self.asked[index] for index in bins)
-        return sum(self.right[index] for index in bins) / asked if asked else None
+        if not asked:
+            return None
+        return sum(self.right[index] for index in bins) / asked
 
 
 Readings = dict[ReadingAttention, dict[int, Asked]]

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hybridtron.architecture.attention import ReadingAttention
+from studies.long_text import YES_OR_NO
 from studies.span_study.asked import LENGTHS, Readings
 from studies.span_study.cost import Costs, ratio
 
@@ -39,8 +40,8 @@ class Claim:
 
     figure: str
     says: str
-    one: str
-    other: str
+    first: str
+    second: str
     kind: str = "above"
     reads: tuple[ReadingAttention, ReadingAttention] = (FULL, FULL)
 
@@ -78,8 +79,8 @@ def score(readings: Readings, how: ReadingAttention = FULL) -> float:
 
 def differences(found: Found, claim: Claim) -> list[float]:
     """Return the first model's score minus the other's, for each seed that both have."""
-    ours = found.get(claim.one, {})
-    theirs = found.get(claim.other, {})
+    ours = found.get(claim.first, {})
+    theirs = found.get(claim.second, {})
     our_reading, their_reading = claim.reads
     return [score(ours[seed], our_reading) - score(theirs[seed], their_reading) for seed in ours if seed in theirs]
 
@@ -96,7 +97,8 @@ def judged(found: Found, costs: Costs) -> Iterator[tuple[str, ...]]:
     for claim in CLAIMS:
         if by := differences(found, claim):
             gaps = ", ".join(f"{100 * gap:+.1f}" for gap in by)
-            yield claim.figure, claim.says, f"{100 * statistics.mean(by):+.1f} points ({gaps})", said(agrees(claim, by))
+            ours = f"{100 * statistics.mean(by):+.1f} points ({gaps})"
+            yield claim.figure, claim.says, ours, YES_OR_NO[agrees(claim, by)]
     yield from _perplexities(found)
     yield from _times(costs)
 
@@ -106,17 +108,19 @@ def _perplexities(found: Found) -> Iterator[tuple[str, ...]]:
     far = {name: _perplexity(found[name], TRAINED, max(LENGTHS)) for name in ATTENTIONS if name in found}
     if "SW" in far and len(far) > 1 and not any(map(math.isnan, far.values())):
         says = "read as trained at 4 times the tuned length, SW has the lowest perplexity"
-        yield "Table 2", says, _listed(far), said(min(far, key=far.__getitem__) == "SW")
+        yield "Table 2", says, _listed(far), YES_OR_NO[min(far, key=far.__getitem__) == "SW"]
     near = {name: _perplexity(found[name], FULL, min(SCORED)) for name in ADAPTERS if name in found}
     if len(near) == len(ADAPTERS):
         says = "HyLoRA, LoRA+ and LoRA have the same perplexity at the tuned length"
-        yield "Table 3", says, _listed(near), said(max(near.values()) <= SAME_PERPLEXITY * min(near.values()))
+        yield "Table 3", says, _listed(near), YES_OR_NO[max(near.values()) <= SAME_PERPLEXITY * min(near.values())]
 
 
 def _perplexity(of: Mapping[str, Readings], how: ReadingAttention, length: int) -> float:
     """Return the mean perplexity over seeds; NaN if rows of that length were not measured."""
     perplexities = [readings[how][length].perplexity for readings in of.values() if length in readings[how]]
-    return statistics.mean(perplexities) if perplexities else math.nan
+    if not perplexities:
+        return math.nan
+    return statistics.mean(perplexities)
 
 
 def _times(costs: Costs) -> Iterator[tuple[str, ...]]:
@@ -126,16 +130,12 @@ def _times(costs: Costs) -> Iterator[tuple[str, ...]]:
     if not {"full", "SW", "S2", "SE"} <= longest.keys():
         return
     ours = ratio(longest, "SE", "SW")
-    yield "4", f"steps with SE as fast as with SW, at {max(costs)} tokens", f"{ours:.2f}x", said(ours <= SAME_TIME)
+    yield "4", f"steps with SE as fast as with SW, at {max(costs)} tokens", f"{ours:.2f}x", YES_OR_NO[ours <= SAME_TIME]
     for slow in ("full", "S2"):
         first, last = (ratio(of, slow, "SE") for of in (shortest, longest))
         says = f"{slow} slower than SE, and the more the longer the rows"
-        yield "4", says, f"{first:.2f}x at {min(costs)}, {last:.2f}x at {max(costs)}", said(last > max(first, 1.0))
+        yield "4", says, f"{first:.2f}x at {min(costs)}, {last:.2f}x at {max(costs)}", YES_OR_NO[last > max(first, 1.0)]
 
 
 def _listed(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
-
-
-def said(agrees: bool) -> str:
-    return "yes" if agrees else "**no**"

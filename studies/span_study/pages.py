@@ -78,16 +78,17 @@ def by_length(
 
     `last` is a further column: its title, and its cells by model.
     """
-    header = ("model", *map(str, lengths), *([last[0]] if last else []))
-    rows = [
-        (
-            name,
-            *(mean_of([value(readings[how][length]) for readings in of.values()]) for length in lengths),
-            *([last[1][name]] if last else []),
-        )
+    header = ["model", *map(str, lengths)]
+    rows = {
+        name: [name, *(mean_of([value(readings[how][length]) for readings in of.values()]) for length in lengths)]
         for name, of in found.items()
-    ]
-    report.table(title, header, rows, picture)
+    }
+    if last:
+        column, cells = last
+        header.append(column)
+        for name, row in rows.items():
+            row.append(cells[name])
+    report.table(title, tuple(header), rows.values(), picture)
 
 
 def mean_of(values: Sequence[float]) -> str:

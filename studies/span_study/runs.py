@@ -50,6 +50,11 @@ QUICK = Sizes(
 )
 
 
+def sizes_of(quick: bool) -> Sizes:
+    """Return the sizes of the real study, or the quick ones."""
+    return QUICK if quick else STUDY
+
+
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
     """Return the sweep with its data paths and its measurement."""
 

@@ -17,22 +17,21 @@ from pathlib import Path
 from hybridtron.config.units import readable
 from hybridtron.problems import Unusable
 from hybridtron.sweep.grid import SEED, SweepRun
-from studies.results import ROOT, Result
+from studies.results import Result
 from studies.span_study.asked import PAIRS, WINDOW, readings_of
 from studies.span_study.cost import COSTS, YARDSTICK, step_times
 from studies.span_study.pages import draw, page
-from studies.span_study.runs import BASE, LONG, QUICK, RECALLED, STUDY, Sizes, part_of, write_rows
+from studies.span_study.runs import BASE, LONG, RECALLED, Sizes, part_of, sizes_of, write_rows
 from studies.study import Measured, conduct, parse
 
 
 def main(arguments: list[str]) -> int:
     """Train the missing runs, measure them, and write the page. Returns the exit code."""
     chosen = parse("Expansion Span on a laptop.", "span_study", arguments)
-    sizes = QUICK if chosen.quick else STUDY
-    data = chosen.runs / "data" if chosen.quick else ROOT / "data/span_study"
+    sizes = sizes_of(chosen.quick)
     if not chosen.measure:
-        write_rows(sizes, data)
-    return conduct(chosen, lambda: {"span": part_of(sizes, chosen.runs, data)}, partial(write, sizes))
+        write_rows(sizes, chosen.data)
+    return conduct(chosen, lambda: {"span": part_of(sizes, chosen.runs, chosen.data)}, partial(write, sizes))
 
 
 def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
@@ -43,7 +42,7 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
     runs = measured["span"]
     readings = {}
     for run, result in runs:
-        readings.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.found)
+        readings.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.measured)
     if missing := [name for name in (BASE, YARDSTICK) if name not in readings]:
         raise Unusable(f"no run of {' and '.join(missing)} has finished, with which the page compares")
     settings = {run.variant: run.settings for run, _ in runs}

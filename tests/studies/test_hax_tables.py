@@ -19,7 +19,7 @@ SIBLINGS = ("none", "D", "SW", "SW+D", "A", "LSH", "KS", "HAX")
 
 def configs_of(name: str, folder: Path) -> dict[str, tuple[SweepRun, Config]]:
     """Every run of a sweep, checked; for those that start from others these have saved what they are."""
-    found = {}
+    configs = {}
     for run in read(TABLES / f"{name}.yaml").runs:
         imported = ["" if one == "run.weights=imported/mamba-130m" else one for one in run.settings]
         start = [] if run.start is None else [f"run.weights={folder / run.start}@best"]
@@ -27,8 +27,8 @@ def configs_of(name: str, folder: Path) -> dict[str, tuple[SweepRun, Config]]:
         assert check(config) == [], run.name
         (folder / run.name).mkdir()
         (folder / run.name / "config.yaml").write_text(to_yaml(config))
-        found[run.name] = run, config
-    return found
+        configs[run.name] = run, config
+    return configs
 
 
 def rate_after(config: Config, step: int) -> float:

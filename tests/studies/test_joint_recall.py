@@ -81,8 +81,8 @@ def test_more_seeds_take_the_best_rate_of_the_first(tmp_path: Path, monkeypatch:
     part = rates_part(STUDY, tmp_path, tmp_path)
 
     class Measured:
-        def __init__(self, found: float) -> None:
-            self.found = found
+        def __init__(self, measured: float) -> None:
+            self.measured = measured
 
     def of(_self: Results, _name: str, _part: object, run: object) -> Measured | None:
         rate = run.values["phases.0.lr"]  # pyrefly: ignore
@@ -104,13 +104,13 @@ def test_more_seeds_take_the_best_rate_of_the_first(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(("full", "base", "reached"), [(0.95, 0.3, "yes"), (0.5, 0.15, "**no**")])
 def test_the_page_says_whether_the_size_keeps_models_apart(full: float, base: float, reached: str) -> None:
-    found = {
+    accuracies = {
         "mamba": {"2e-3": [base], "4e-3": [base - 0.01]},
         "mamba+full": {"4e-3": [full]},
         "mamba+HAX": {"4e-3": [0.5, 0.6, 0.7]},
         "samba": {"4e-3": [0.13]},
     }
-    rows = page(found, ["made up"]).splitlines()
+    rows = page(accuracies, ["made up"]).splitlines()
     assert f"| mamba | 2e-3 | 1 | {base:.2f} | {base / CHANCE:.1f}x | 16.3 |" in rows
     assert "| mamba+HAX | 4e-3 | 3 | 0.60 ± 0.10 | 4.8x | 38.0 |" in rows
     goals = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[-1].removesuffix(" |") for row in rows[-3:]}
@@ -123,9 +123,9 @@ def test_the_papers_order_agrees_with_itself() -> None:
     """And with every pair turned round in nothing."""
     means = {f"{base}+{kind}".strip("+"): value / 100 for base, of in PAPER.items() for kind, value in of.items()}
     assert [row[-1] for row in orders(means)] == ["28 of 28", "28 of 28"]
-    found = {name: agrees for name, _, _, agrees in claims(means)}
-    assert len(found) == 10
-    assert set(found.values()) == {"yes"}
+    agreements = {name: agrees for name, _, _, agrees in claims(means)}
+    assert len(agreements) == 10
+    assert set(agreements.values()) == {"yes"}
     turned = {name: 1 - value for name, value in means.items()}
     assert [row[-1] for row in orders(turned)] == ["0 of 28", "0 of 28"]
     assert {row[-1] for row in claims(turned)} == {"**no**"}

@@ -44,8 +44,8 @@ def test_hax_recalls_more_than_mamba_alone(tmp_path: Path, monkeypatch: pytest.M
     sweep, folder = runs_of(tmp_path)
     faults = [ended.fault for ended in carried(sweep, folder, 2, steps_of(sweep, folder), Console(stderr=True))]
     assert not any(faults), faults
-    found = {run.variant: accuracy_on(folder.of(run.name), max(ROWS), TABLES, ASKED) for run in sweep.runs}
-    assert found["mamba+HAX"] >= found["mamba"] + MARGIN, found
+    accuracies = {run.variant: accuracy_on(folder.of(run.name), max(ROWS), TABLES, ASKED) for run in sweep.runs}
+    assert accuracies["mamba+HAX"] >= accuracies["mamba"] + MARGIN, accuracies
 
 
 def test_the_gate_trains_two_models_of_one_width_for_2000_steps(tmp_path: Path) -> None:

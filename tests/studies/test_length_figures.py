@@ -15,10 +15,10 @@ STEP = 2**19  # tokens
 
 def configs_of(name: str) -> dict[str, Config]:
     """Every run of a sweep, checked."""
-    found = {run.name: load([*run.settings]) for run in read(FIGURES / f"{name}.yaml").runs}
-    assert [problem for config in found.values() for problem in check(config)] == []
-    assert {config.phases[0].seq_len * config.phases[0].global_batch for config in found.values()} == {STEP}
-    return found
+    configs = {run.name: load([*run.settings]) for run in read(FIGURES / f"{name}.yaml").runs}
+    assert [problem for config in configs.values() for problem in check(config)] == []
+    assert {config.phases[0].seq_len * config.phases[0].global_batch for config in configs.values()} == {STEP}
+    return configs
 
 
 def test_figure_2_trains_three_sizes_with_four_contexts() -> None:

@@ -66,9 +66,9 @@ def test_runs_that_have_not_finished_are_named_and_left_out(tmp_path: Path) -> N
     result = {**plan["copying"].identity(run), **about}
     (tmp_path / "copying/passing-seed=2").mkdir(parents=True)
     (tmp_path / "copying/passing-seed=2/measured.json").write_text(json.dumps(result))
-    found = found_in(plan, Results(None))
-    assert [run.name for run, _ in found["copying"]] == ["passing-seed=2"]
-    written, note = state(plan, found)
+    stored = found_in(plan, Results(None))
+    assert [run.name for run, _ in stored["copying"]] == ["passing-seed=2"]
+    written, note = state(plan, stored)
     assert written.startswith("written at commit ")
     assert "zero-seed=2" in note
     assert "passing-seed=3" in note

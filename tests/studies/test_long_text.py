@@ -19,12 +19,12 @@ def test_what_does_not_look_back_does_not_rise() -> None:
     """MLPs alone: both readings are the same, however hard the text is in places."""
     model = small_model("--", torch.float64)
     tokens_BT = torch.randint(61, (3, LENGTH + 1))
-    found = Beyond.of(reader(model), tokens_BT, CONTEXT)
-    assert found.risen(LENGTH) == pytest.approx(0, abs=1e-9)
-    assert len(set(found.curve.perplexities)) == len(found.curve.ends)
+    beyond = Beyond.of(reader(model), tokens_BT, CONTEXT)
+    assert beyond.risen(LENGTH) == pytest.approx(0, abs=1e-9)
+    assert len(set(beyond.curve.perplexities)) == len(beyond.curve.ends)
 
 
 def test_a_rise_is_that_of_the_bin() -> None:
-    found = Beyond(Curve([8, 16, 32], [4.0, 6.0, 9.0]), Curve([8, 16, 32], [4.0, 5.0, 6.0]))
-    assert found.risen(16) == found.risen(31) == pytest.approx(math.log(1.2))
-    assert found.risen(32) == pytest.approx(math.log(1.5))
+    beyond = Beyond(Curve([8, 16, 32], [4.0, 6.0, 9.0]), Curve([8, 16, 32], [4.0, 5.0, 6.0]))
+    assert beyond.risen(16) == beyond.risen(31) == pytest.approx(math.log(1.2))
+    assert beyond.risen(32) == pytest.approx(math.log(1.5))

@@ -121,9 +121,9 @@ def test_differences_are_decided_by_two_standard_errors() -> None:
 )
 def test_reading_beyond_the_training_length(llama: Any, samba: Any, explodes: Said, falls: Said) -> None:
     others = {name: [read(20, 19, 18, 18)] for name in ("llama-swa", "mamba")}
-    found = kept(samba={"llama": [read(*llama)], "samba": [read(*samba)], **others})
-    assert judged(BY_NAME["table3-explodes"], found).said is explodes
-    assert judged(BY_NAME["figure1-falls"], found).said is falls
+    results = kept(samba={"llama": [read(*llama)], "samba": [read(*samba)], **others})
+    assert judged(BY_NAME["table3-explodes"], results).said is explodes
+    assert judged(BY_NAME["figure1-falls"], results).said is falls
     missing = kept(samba={"samba": [read(*samba)]})
     assert judged(BY_NAME["table3-explodes"], missing).said is Said.WAITS
 
@@ -136,8 +136,8 @@ def test_samba_against_what_it_is_made_of() -> None:
 
     made_of = {"mamba": seeds(15.0), "llama": seeds(20.0)}
     for swa, said in ((15.0, Said.AGREES), (14.1, Said.UNDECIDED), (13.0, Said.NOT)):
-        found = kept(samba={"samba": seeds(14.0), "llama-swa": seeds(swa), **made_of})
-        assert judged(BY_NAME["table3-headline"], found).said is said
+        results = kept(samba={"samba": seeds(14.0), "llama-swa": seeds(swa), **made_of})
+        assert judged(BY_NAME["table3-headline"], results).said is said
 
 
 def test_a_curve_that_fails_and_what_repairs_it() -> None:
@@ -151,12 +151,12 @@ def test_a_curve_that_fails_and_what_repairs_it() -> None:
         level = {"curve": of(9, 9, 9, 9), "within": of(9, 9, 9, 9)}
         return {"curve": of(*perplexities), "within": of(*text), "earlier": {"1250": level}, **behaviour}
 
-    found = kept(length={
+    results = kept(length={
         "base": [run(8, 9, 12, 20), run(8, 9, 13, 20)],
         "zero": [run(8, 9, 12, 20)], "passing": [run(8, 8, 8.1, 8.2)], "tbtt": [run(8, 8, 8.2, 8.3)],
     })  # fmt: skip
     said = {
-        name: judged(BY_NAME[name], found).said for name in ("figure2-fails", "figure5-repairs", "figure3-training")
+        name: judged(BY_NAME[name], results).said for name in ("figure2-fails", "figure5-repairs", "figure3-training")
     }
     assert said == dict.fromkeys(said, Said.AGREES)
     level = kept(length={"base": [run(8, 9, 12, 20), run(8, 8, 9, 9)]})
@@ -174,8 +174,9 @@ def test_a_curve_that_fails_and_what_repairs_it() -> None:
     warmups = kept(length={"base": [run(8, 8, 8.08, 8)], "warmup-25": [run(8, 8, 7.92, 8)]})
     assert "at 16x perplexity is 0.990 to 1.010 times" in further(BY_NAME["figure11-warmup"], warmups)
     harder = (8.0, 9.0, 12.0, 20.0)  # text, which the model reads no worse for what stands before
-    assert rises(kept(length={"base": [run(*harder, text=harder)]}), "base") == [0.0]
-    assert rises(found, "base") == [math.log(12 / 8), math.log(13 / 8)]
+    level_run = run(8.0, 9.0, 12.0, 20.0, text=harder)
+    assert rises(kept(length={"base": [level_run]}), "base") == [0.0]
+    assert rises(results, "base") == [math.log(12 / 8), math.log(13 / 8)]
 
 
 def test_answers_far_beyond_the_context_are_compared() -> None:
@@ -193,8 +194,8 @@ def test_answers_far_beyond_the_context_are_compared() -> None:
         (asked(0.9, 0.9, 0.9, 0.3, 0.3), Said.UNDECIDED),
         (asked(0.9, 0.9, 0.9, 0.2, 0.17), Said.NOT),
     ):
-        found = kept(babilong={"base-babi": [base], "passing-babi": [passing]})
-        assert judged(BY_NAME["figure6-tuned"], found).said is said
+        results = kept(babilong={"base-babi": [base], "passing-babi": [passing]})
+        assert judged(BY_NAME["figure6-tuned"], results).said is said
 
 
 def test_the_middle_third_of_the_scans_counts() -> None:
@@ -205,8 +206,8 @@ def test_the_middle_third_of_the_scans_counts() -> None:
     wide = [scans(0.1, 0.1, 0.8, 0.9, 0.1, 0.1), scans(0.1, 0.1, 0.8, 0.92, 0.1, 0.1)]
     narrow = [scans(0.9, 0.9, 0.5, 0.5, 0.9, 0.9), scans(0.9, 0.9, 0.5, 0.51, 0.9, 0.9)]
     for samba, mamba, said in ((wide, narrow, Said.AGREES), (narrow, wide, Said.NOT), (wide, wide, Said.UNDECIDED)):
-        found = kept(entropy={"samba-deep": samba, "mamba-mlp-deep": mamba})
-        assert judged(BY_NAME["figure5-entropy"], found).said is said
+        results = kept(entropy={"samba-deep": samba, "mamba-mlp-deep": mamba})
+        assert judged(BY_NAME["figure5-entropy"], results).said is said
 
 
 def test_pages_are_written_from_kept_results_alone(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_a_further_experiment_says_how_much_of_a_distance_it_explains(tmp_path: 
     assert "where Samba has 2.000: 50% and 100% of their distance" in further(claim, kept(tables=tables))
     assert further(claim, kept()).startswith("waits for tables: samba, tables: sliding-gla, ")
     scans = {"samba": (0.99, 0.94), "mamba-mlp": (0.98, 0.96)}
-    found = {
+    entropies = {
         name: [
             {
                 "entropy": [
@@ -251,7 +252,7 @@ def test_a_further_experiment_says_how_much_of_a_distance_it_explains(tmp_path: 
         ]
         for name, of in scans.items()
     }
-    said = further(BY_NAME["figure5-entropy"], kept(samba=found))
+    said = further(BY_NAME["figure5-entropy"], kept(samba=entropies))
     assert "in the scan at sub-layer 4 Samba chooses from 0.940 of a uniform choice, and Mamba-MLP from 0.960" in said
     by_depth = [[depth / 10, 0.9 if depth >= 8 else 0.25, 5] for depth in range(11)]
     last = [{"length": 8192, "value": 0.43, "standard_error": 0.06, "by_depth": by_depth}]
@@ -315,9 +316,9 @@ def test_minutes_planned_and_used_are_those_of_the_claims_runs(tmp_path: Path) -
 
 def test_all_results_that_are_kept_are_those_of_the_plans(tmp_path: Path) -> None:
     """Each file of results is found by its plan, or it is that of other settings."""
-    found = all_kept(Where(tmp_path, None, False))
+    stored = all_kept(Where(tmp_path, None, False))
     files = [path for path in results_of("papers").glob("*.json") if not path.name.startswith(("speed-", "gpu-"))]
-    named = {f"{part}-{run.name}.json" for part, of in found.measured.items() for run, _ in of}
+    named = {f"{part}-{run.name}.json" for part, of in stored.measured.items() for run, _ in of}
     assert {path.name for path in files} <= named
     for path in files:
         assert json.loads(path.read_text())["commit"]
@@ -361,9 +362,9 @@ def folders(folder: Path) -> list[str]:
 def test_states_are_measured_before_and_after_passing(tmp_path: Path) -> None:
     """Tiny sizes: that it runs, from the base to the page."""
     assert main(["length", "--only", "figure4-states", "--quick", *folders(tmp_path)]) == 0
-    found = json.loads((tmp_path / "results/papers/length-base-seed=1.json").read_text())["found"]
-    assert [int(step) for step in found["earlier"]] == [2, 4, 8]
-    assert found["deviations"][0][0] == 64
+    measured = json.loads((tmp_path / "results/papers/length-base-seed=1.json").read_text())["found"]
+    assert [int(step) for step in measured["earlier"]] == [2, 4, 8]
+    assert measured["deviations"][0][0] == 64
     assert "| passing | 1 |" in (tmp_path / "out/length.md").read_text()
 
 
@@ -375,8 +376,8 @@ def test_passing_repairs_a_base_that_fails(tmp_path: Path) -> None:
     part = story_part("language", story, tmp_path)
     results = Results(tmp_path / "results")
     assert trained("language", part, part.sweep.runs, results, 2, Console(quiet=True))
-    found = Kept(found_in({"language": part}, results), {})
-    risen = {name: rises(found, name, FORCED)[0] for name in ("zero", "passing")}
+    measured = Kept(found_in({"language": part}, results), {})
+    risen = {name: rises(measured, name, FORCED)[0] for name in ("zero", "passing")}
     assert risen["zero"] > math.log(2)
     assert risen["passing"] < math.log(1.6)
 

@@ -202,16 +202,16 @@ def test_a_trained_run_fills_a_column_that_the_page_shows(
     monkeypatch.setitem(PAPERS, "samba", samba)
     monkeypatch.setattr(columns, "TOKENS", 2**10)
     where = ["--results", str(tmp_path / "results"), "--output", str(tmp_path / "out")]
-    given = [f"samba={run}", f"llama-swa={min((run / 'checkpoints').glob('step-*'))}"]  # the same, less trained
-    assert main(["samba", "--fill", "table3-order", *given, *where]) == 0
+    named = [f"samba={run}", f"llama-swa={min((run / 'checkpoints').glob('step-*'))}"]  # the same, less trained
+    assert main(["samba", "--fill", "table3-order", *named, *where]) == 0
     record = json.loads((tmp_path / "results/papers/gpu-table3-order.json").read_text())
-    (samba_name, *found), (other, *earlier) = record["rows"]
+    (samba_name, *trained), (other, *earlier) = record["rows"]
     assert (samba_name, other) == ("samba", "llama-swa")
-    assert all(1 < float(late) < float(early) < 40 for late, early in zip(found, earlier, strict=True))
+    assert all(1 < float(late) < float(early) < 40 for late, early in zip(trained, earlier, strict=True))
     assert main(["samba", "--pages", *where]) == 0
     text = (tmp_path / "out/samba.md").read_text()
     assert "| on a GPU | perplexity in rows of 16 | perplexity in rows of 32 |" in text
-    assert f"| samba | {' | '.join(found)} |" in text
+    assert f"| samba | {' | '.join(trained)} |" in text
 
 
 def test_columns_of_positions_and_of_tasks(run: Path, tmp_path: Path) -> None:
@@ -250,8 +250,8 @@ def test_a_column_of_every_checkpoint(run: Path, tmp_path: Path) -> None:
         (["table3-order", "samba=/nowhere"], "/nowhere does not exist"),
         (["table3-order", "samba=FOLDER"], "holds no checkpoint: give a run's folder"),
         (["table3-order"], "runs/gpu/samba/slimpajama/samba does not exist"),
-        (["figure5-entropy"], "has no column to fill; what shows it is hybridtron evaluate RUN --instruments entropy"),
-        (["table1-benchmarks"], "has no column to fill; what shows it is nothing: no run on a GPU shows it"),
+        (["figure5-entropy"], "has no column to fill; hybridtron evaluate RUN --instruments entropy shows it"),
+        (["table1-benchmarks"], "has no column to fill; no run on a GPU shows it"),
         (
             ["table3-order", "samba=RUN"],
             "all of its held-out text is shorter than the 16385 tokens that are read at once",

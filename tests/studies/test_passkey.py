@@ -57,11 +57,11 @@ def rows(values: dict[int, list[float]]) -> list[dict[str, Any]]:
 def test_the_page_judges_the_worst_depth(worst: float, reached: str, tmp_path: Path) -> None:
     samba = Found(rows({512: [1.0, worst, 1.0], 1024: [0.0, 0.0, 0.6]}), [], [(1, 0.0), (2, 1.0)], [(1, 2.0), (2, 0.1)])
     mamba2 = Found(rows({512: [0.5, 0.5], 1024: [0.25, 0.25]}), rows({512: [0.0, 0.0], 1024: [0.0, 0.0]}), [(1, 0.5)])
-    found = {"samba": samba, "mamba2_fitted": Found(**{**vars(mamba2), "losses": [(1, 1.0)]})}
-    reported = page(found, ["made up"], 512)
+    results = {"samba": samba, "mamba2_fitted": Found(**{**vars(mamba2), "losses": [(1, 1.0)]})}
+    reported = page(results, ["made up"], 512)
     assert f"| >= 0.9 | {worst} | {reached} |" in reported.splitlines()[-1]
     assert "| 50% | " + f"{worst:.2f} | 0.00 |" in reported
     assert "| zero-shot | 0.000 ± 0.100 | 0.000 ± 0.100 |" in reported
     assert "| from fitted noise | 0.500 ± 0.100 | 0.250 ± 0.100 |" in reported
-    draw(found, 512, tmp_path)
+    draw(results, 512, tmp_path)
     assert len(list(tmp_path.glob("passkey_*.png"))) == 3

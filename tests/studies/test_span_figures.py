@@ -22,7 +22,7 @@ HELD = 80e9  # bytes of one GPU
 
 def configs_of(name: str) -> dict[str, Config]:
     """Every run of a sweep, checked and planned for one node."""
-    found = {}
+    configs = {}
     for run in read(FIGURES / f"{name}.yaml").runs:
         imported = f"run.weights=imported/{'llama-7b' if name == 'llama' else 'mamba2attn-2.7b'}"
         assert imported in run.settings
@@ -31,8 +31,8 @@ def configs_of(name: str) -> dict[str, Config]:
         phase = largest_phase(config)
         assert (last_step(config), phase.settings.tokens_per_step) == (1000, STEP)
         assert all(0 < rank.memory.total < HELD for rank in plan(phase, NODE).ranks), run.name
-        found[run.name] = config
-    return found
+        configs[run.name] = config
+    return configs
 
 
 def layer(config: Config) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_what_the_variants_are(tmp_path: Path) -> None:
     learning = {name: one.preset.value for name, one in adapters.items() if one is not None}
     assert {name for name, preset in learning.items() if preset == "lora"} == {"SE-lora", "full-lora"}
     assert {name for name, preset in learning.items() if preset == "lora_plus"} == {"SE-lora_plus", "full-lora_plus"}
-    assert set(letters) >= {name for claim in CLAIMS for name in (claim.one, claim.other)}
+    assert set(letters) >= {name for claim in CLAIMS for name in (claim.first, claim.second)}
 
 
 def test_an_answer_is_that_of_a_value_behind_its_key_and_its_distance_that_to_the_pair(
@@ -106,14 +106,14 @@ def test_an_answer_is_that_of_a_value_behind_its_key_and_its_distance_that_to_th
     monkeypatch.setattr("hybridtron.evaluate.length.of_labels", made_up)
     config = load(list(part_of(STUDY, Path("runs"), Path("data")).sweep.runs[0].settings))
     model = SimpleNamespace(config=config, read=None)
-    found = list(answers(cast(Any, model), 256, 20))
+    answered = list(answers(cast(Any, model), 256, 20))
     samples = [task().sample(7, index, ByteTokens(), 256) for index in range(20)]
     expected = []
     for sample in samples:
         for key, value, place in zip(*(sample.meta[name] for name in ("keys", "values", "places")), strict=True):
             expected.append((place - sample.tokens.index(key), float(value), value % 2 == 0))
-    assert found == expected
-    assert len(found) == 20 * PAIRS
+    assert answered == expected
+    assert len(answered) == 20 * PAIRS
 
 
 def made_up(recall: float, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
@@ -121,8 +121,8 @@ def made_up(recall: float, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]
     right.
     """
     right = [1000 if last <= 256 else round(1000 * recall) for last in DISTANCES]
-    one = {"asked": [1000] * len(DISTANCES), "right": right, "nats": [0.0] * 2 + [1000.0] * 3}
-    return {str(length): one for length in lengths}
+    bins = {"asked": [1000] * len(DISTANCES), "right": right, "nats": [0.0] * 2 + [1000.0] * 3}
+    return {str(length): bins for length in lengths}
 
 
 def read(full: float, trained: float | None = None) -> Readings:
@@ -131,17 +131,17 @@ def read(full: float, trained: float | None = None) -> Readings:
 
 def test_what_is_counted_of_answers() -> None:
     """2 of 5 bins within the window, all right there, a quarter beyond it; 3000 nats of 5000 answers."""
-    one = read(0.25)[FULL][512]
-    assert one.recall == pytest.approx((2 + 3 * 0.25) / 5)
-    assert (one.within(True), one.within(False)) == (1.0, 0.25)
-    assert one.perplexity == pytest.approx(math.exp(0.6))
+    asked = read(0.25)[FULL][512]
+    assert asked.recall == pytest.approx((2 + 3 * 0.25) / 5)
+    assert (asked.within(True), asked.within(False)) == (1.0, 0.25)
+    assert asked.perplexity == pytest.approx(math.exp(0.6))
     assert Asked([4, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0.0] * 5).within(False) is None
     same = read(0.25)
     assert same[TRAINED] is same[FULL]
 
 
 @pytest.mark.parametrize(
-    ("kind", "one", "other", "agreed"),
+    ("kind", "first", "second", "agreed"),
     [
         ("above", [0.5, 0.6], [0.4, 0.5], True),
         ("above", [0.5, 0.6], [0.4, 0.61], False),  # higher in the mean, and one seed says otherwise
@@ -151,15 +151,15 @@ def test_what_is_counted_of_answers() -> None:
         ("level", [0.5, 0.6], [0.3, 0.4], False),
     ],
 )
-def test_what_counts_as_agreement(kind: str, one: list[float], other: list[float], agreed: bool) -> None:
+def test_what_counts_as_agreement(kind: str, first: list[float], second: list[float], agreed: bool) -> None:
     """Three of five answers are beyond the window, so that a difference there counts three fifths."""
-    found = {
+    models = {
         name: {str(seed): read(value) for seed, value in enumerate(values)}
-        for name, values in {"one": one, "other": other}.items()
+        for name, values in {"first": first, "second": second}.items()
     }
-    claim = Claim("0", "made up", "one", "other", kind)
-    by = differences(found, claim)
-    assert by == pytest.approx([0.6 * (a - b) for a, b in zip(one, other, strict=True)], abs=1e-9)
+    claim = Claim("0", "made up", "first", "second", kind)
+    by = differences(models, claim)
+    assert by == pytest.approx([0.6 * (a - b) for a, b in zip(first, second, strict=True)], abs=1e-9)
     assert agrees(claim, by) == agreed
 
 
@@ -190,8 +190,8 @@ def test_the_page_says_what_agrees(window: float, reached: str) -> None:
     }
     rows = page(measured, costs(), ["made up"]).splitlines()
     difference = 60 * (0.95 - window)
-    each = f"{difference:+.1f}"
-    assert f"| 2(a) | SE above SW | {each} points ({each}, {each}) | yes |" in rows
+    points = f"{difference:+.1f}"
+    assert f"| 2(a) | SE above SW | {points} points ({points}, {points}) | yes |" in rows
     assert "| 2(a) | SE level with full attention | -3.0 points (-3.0, -3.0) | yes |" in rows
     assert "| 4 | steps with SE as fast as with SW, at 8192 tokens | 1.25x | **no** |" in rows
     assert "| 4 | full slower than SE, and the more the longer the rows | 1.00x at 512, 2.40x at 8192 | yes |" in rows
@@ -202,9 +202,9 @@ def test_the_page_says_what_agrees(window: float, reached: str) -> None:
 
 def test_steps_of_every_attention_are_timed_at_a_length(tmp_path: Path) -> None:
     runs = {run.variant: run.settings for run in part_of(QUICK, tmp_path, tmp_path).sweep.runs}
-    found = step_times({name: runs[name] for name in ("SW", "full")}, [512])
-    window = found[512]["SW"]
-    full = found[512]["full"]
+    times = step_times({name: runs[name] for name in ("SW", "full")}, [512])
+    window = times[512]["SW"]
+    full = times[512]["full"]
     assert window.timing.fastest > 0
     # two layers of 4 * width a pair: a token sees 256 - 256 * 255 / 1024 keys of a window of 256, and 513 / 2 of all
     assert (window.flops, full.flops) == (2 * 4 * 32 * 192.25, 2 * 4 * 32 * 256.5)

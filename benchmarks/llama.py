@@ -31,7 +31,7 @@ class LlamaStep:
 
     def __init__(self, config: Config, parameters: int, batches: Sequence[Batch]) -> None:
         model = config.model
-        sizes = LlamaSizes.of(parameters, model.width, LAYERS, HEADS, model.vocab_size)
+        sizes = LlamaSizes.of(parameters, width=model.width, layers=LAYERS, heads=HEADS, vocabulary=model.vocab_size)
         self.model = PlainLlama(sizes)
         self.batches = batches
         self.clip = config.optim.clip

@@ -26,7 +26,7 @@ class LlamaSizes:
     vocabulary: int
 
     @staticmethod
-    def of(parameters: int, width: int, layers: int, heads: int, vocabulary: int) -> LlamaSizes:
+    def of(parameters: int, *, width: int, layers: int, heads: int, vocabulary: int) -> LlamaSizes:
         """Choose the hidden size so that the model has about this number of parameters."""
         per_layer = (parameters - vocabulary * width - width) / layers - 4 * width**2 - 2 * width
         return LlamaSizes(width, layers, heads, round(per_layer / (3 * width)), vocabulary)

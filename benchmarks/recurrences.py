@@ -99,7 +99,7 @@ def forms(length: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
     more: dict[str, tuple[Tensor | None, ...]] = {name: inputs for name, (_, inputs) in ops.items()}
     more["RWKV-6"] = (*more["GLA"], normal((sizes.heads, sizes.key)))
     timed["RWKV-6"] = partial(gradients, of_rwkv6, more["RWKV-6"])
-    timed["Mamba-3"] = partial(gradients, *mamba3(sizes, v, q, k, normal))
+    timed["Mamba-3"] = partial(gradients, *mamba3(sizes, v, q, k, normal=normal))
     for name, inputs in more.items():
         for package, function in others(name, length).items():
             timed[f"{name}, {package}"] = partial(gradients, function, inputs)
@@ -111,7 +111,7 @@ def of_rwkv6(q: Tensor, k: Tensor, v: Tensor, g: Tensor, bonus: Tensor) -> Tenso
 
 
 def mamba3(
-    sizes: Sizes, x: Tensor, C: Tensor, B: Tensor, normal: Callable[..., Tensor]
+    sizes: Sizes, x: Tensor, C: Tensor, B: Tensor, *, normal: Callable[..., Tensor]
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """Return Mamba-3's mixer between its projections as a function, and its inputs.
 

@@ -76,7 +76,7 @@ def row(moved: float, compiled: float) -> list[str]:
     return [f"{moved:.1e}", f"{compiled:.1e}", times(compiled / moved) if moved else ""]
 
 
-def losses(config: Config, steps: int, own_text: bool, forms: Mapping[str, str], moved: bool = False) -> list[float]:
+def losses(config: Config, steps: int, own_text: bool, forms: Mapping[str, str], *, moved: bool = False) -> list[float]:
     """Train with the given forms and return the loss of every step.
 
     With `moved` the first weights are moved by a rounding.

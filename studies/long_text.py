@@ -129,7 +129,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def draw_seeds(
-    axes: Axes, places: Sequence[int], seeds: Sequence[Sequence[float]], color: str, label: str | None, style: str
+    axes: Axes, places: Sequence[int], seeds: Sequence[Sequence[float]], *, color: str, label: str | None, style: str
 ) -> None:
     """Draw the mean over seeds, and a band from the lowest seed to the highest."""
     values = list(zip(*seeds, strict=True))

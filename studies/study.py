@@ -69,9 +69,9 @@ def conduct(chosen: argparse.Namespace, planned: Callable[[], Plan], write: Writ
         plan = planned()
         earlier = found_in(plan, results)
         for name, part, runs in seed_by_seed(plan):
-            if not chosen.measure and not trained(name, part, runs, results, chosen.jobs, console):
+            if not chosen.measure and not trained(name, part, runs, results=results, jobs=chosen.jobs, console=console):
                 return 1
-            measure(name, part, runs, results, console)
+            measure(name, part, runs, results=results, console=console)
         finished = found_in(plan, results)
         if not any(finished.values()):
             raise Unusable(f"{chosen.runs}: no run has finished")
@@ -107,7 +107,7 @@ def seed_by_seed(plan: Plan) -> Iterator[tuple[str, Part, list[SweepRun]]]:
             yield name, part, [run for run in part.sweep.runs if run.values[SEED] == seed]
 
 
-def trained(name: str, part: Part, runs: Sequence[SweepRun], results: Results, jobs: int, console: Console) -> bool:
+def trained(name: str, part: Part, runs: Sequence[SweepRun], *, results: Results, jobs: int, console: Console) -> bool:
     """Train the runs without a result, with their starting points; measure each as it ends.
 
     Returns False if a run failed.
@@ -120,7 +120,7 @@ def trained(name: str, part: Part, runs: Sequence[SweepRun], results: Results, j
     with closing(carried(sweep, part.folder, jobs, steps_of(sweep, part.folder), console)) as every:
         for ended in every:
             well &= not ended.fault
-            measure(name, part, [ended.run], results, console)
+            measure(name, part, [ended.run], results=results, console=console)
     return well
 
 
@@ -138,7 +138,7 @@ def with_starts(missing: Sequence[SweepRun], runs: Sequence[SweepRun], folder: F
     return [run for run in runs if run.name in needed]
 
 
-def measure(name: str, part: Part, runs: Sequence[SweepRun], results: Results, console: Console) -> None:
+def measure(name: str, part: Part, runs: Sequence[SweepRun], *, results: Results, console: Console) -> None:
     """Measure the finished runs that have no result yet."""
     for run in runs:
         if part.folder.is_finished(run.name) and results.of(name, part, run) is None:
@@ -180,6 +180,7 @@ def answers(
     checkpoint: Path,
     asked: Mapping[str, Any],
     output: Path,
+    *,
     batch: int = 16,
     attention: ReadingAttention | None = None,
 ) -> list[dict[str, Any]]:

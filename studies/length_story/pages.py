@@ -44,9 +44,9 @@ def page(findings: Findings, command: str) -> str:
     report = BenchReport("Length generalization on a laptop", notes=["one thread a run", *findings.notes])
     seeds = zip(findings.language["base"], curves(findings, "base"), strict=True)
     bases = {f"seed {seed}": [curve] for seed, curve in seeds}
-    perplexity_rows(findings, report, "The base beyond its context", bases)
+    perplexity_rows(findings, report, "The base beyond its context", rows=bases)
     posted = {name: curves(findings, name) for name in findings.language}
-    perplexity_rows(findings, report, "Perplexity after post-training", posted, "length_story.png")
+    perplexity_rows(findings, report, "Perplexity after post-training", rows=posted, picture="length_story.png")
     copying_rows(findings, report)
     reached = min(ratio(curve, findings.context * FAILS_AT) for curve in curves(findings, "base"))
     report.at_least(f"perplexity of every seed's base at {FAILS_AT}x its context / its least", FAILS, reached)
@@ -69,7 +69,7 @@ def read_lengths(findings: Findings) -> list[int]:
 
 
 def perplexity_rows(
-    findings: Findings, report: BenchReport, title: str, rows: Mapping[str, Sequence[Curve]], picture: str = ""
+    findings: Findings, report: BenchReport, title: str, *, rows: Mapping[str, Sequence[Curve]], picture: str = ""
 ) -> None:
     """Add a table with a row for each group of curves.
 
@@ -109,7 +109,14 @@ def draw_perplexity(findings: Findings, path: Path) -> None:
         for name in findings.language:
             of_name = curves(findings, name)
             style = "-" if name == "base" else "--"
-            draw_seeds(axes, of_name[0].ends, [curve.perplexities for curve in of_name], COLORS[name], name, style)
+            draw_seeds(
+                axes,
+                of_name[0].ends,
+                [curve.perplexities for curve in of_name],
+                color=COLORS[name],
+                label=name,
+                style=style,
+            )
         axes.axvline(findings.context, color="black", linestyle=":", linewidth=0.8, label=f"context {findings.context}")
         every = [curve for name in findings.language for curve in curves(findings, name)]
         least = min(curve.least for curve in every)
@@ -126,7 +133,7 @@ def draw_copying(findings: Findings, path: Path) -> None:
         for name, seeds in ((name, findings.copying[name]) for name in COLORS if name in findings.copying):
             lengths = [int(length) for length in next(iter(seeds.values()))]
             accuracies = [list(of_seed.values()) for of_seed in seeds.values()]
-            draw_seeds(axes, lengths, accuracies, COLORS[name], f"from {name}", "o-")
+            draw_seeds(axes, lengths, accuracies, color=COLORS[name], label=f"from {name}", style="o-")
         for length, label in zip(findings.trained_lengths, ("lengths trained on", None), strict=True):
             axes.axvline(length, color="black", linestyle=":", linewidth=0.8, label=label)
         axes.set(xticks=lengths, xlabel="letters to copy", ylabel="copied rightly", ylim=(0, 1.02))

@@ -166,7 +166,14 @@ def draw(found: Mapping[str, Found], context: int, path: Path) -> None:
     with picture(path) as axes:
         for number, (name, mixer) in enumerate(found.items()):
             curves = list(mixer.curves.values())
-            draw_seeds(axes, curves[0].ends, [curve.perplexities for curve in curves], f"C{number}", name, "-")
+            draw_seeds(
+                axes,
+                curves[0].ends,
+                [curve.perplexities for curve in curves],
+                color=f"C{number}",
+                label=name,
+                style="-",
+            )
         axes.axvline(context, color="black", linestyle=":", linewidth=0.8, label=f"trained on {context}")
         axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
         axes.set(xlim=(context // 8, None))

@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
             return 0
         code = 0
         if not chosen.pages:
-            code = carry_on(wanted, where, chosen.minutes, chosen.jobs, Console(stderr=True))
+            code = carry_on(wanted, where, chosen.minutes, jobs=chosen.jobs, console=Console(stderr=True))
         write([PAPERS[name] for name in chosen.papers], where, chosen.output)
     except Unusable as error:
         print(error, file=sys.stderr)
@@ -110,7 +110,8 @@ def write(papers: Sequence[Paper], where: Where, output: Path) -> None:
         (output / f"{paper.name}.md").write_text(page(paper, kept, results, output), encoding="utf-8")
     every = list(PAPERS.values())
     spent = minutes_by_sweep([claim for paper in every for claim in paper.claims], where)
-    (output / "overview.html").write_text(overview.page(every, kept, spent, results, output), encoding="utf-8")
+    html = overview.page(every, kept, spent, results=results, pictures=output)
+    (output / "overview.html").write_text(html, encoding="utf-8")
     (output / "overview.md").write_text(overview.markdown(every, kept, spent), encoding="utf-8")
     print(f"written to {output}")
 

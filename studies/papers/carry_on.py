@@ -32,7 +32,7 @@ class Batch:
         return sum(planned(self.study, self.name, run, kept) for run in self.missing)
 
 
-def carry_on(claims: Sequence[Claim], where: Where, minutes: float, jobs: int, console: Console) -> int:
+def carry_on(claims: Sequence[Claim], where: Where, minutes: float, *, jobs: int, console: Console) -> int:
     """Train and measure the next runs.
 
     Returns 0 if nothing is left, 1 if a run failed, 75 if runs remain.
@@ -136,6 +136,6 @@ def carried_out(batch: Batch, where: Where, jobs: int, console: Console) -> bool
     """Prepare the data of a batch, train its runs and measure them. Returns False if a run failed."""
     batch.study.prepare(where)
     results = batch.study.kept(where)
-    well = trained(batch.name, batch.part, batch.runs, results, jobs, console)
-    measure(batch.name, batch.part, batch.runs, results, console)
+    well = trained(batch.name, batch.part, batch.runs, results=results, jobs=jobs, console=console)
+    measure(batch.name, batch.part, batch.runs, results=results, console=console)
     return well

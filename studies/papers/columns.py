@@ -68,6 +68,7 @@ def tasks(
     name: str,
     metric: str,
     lengths: Sequence[int],
+    *,
     options: Mapping[str, Any] | None = None,
     samples: int = SAMPLES,
     attentions: Sequence[ReadingAttention | None] = (None,),
@@ -79,14 +80,14 @@ def tasks(
     asked = {"tasks": [{"task": name, "lengths": [*lengths], "samples": samples, "options": dict(options or {})}]}
 
     def cells(run: Path) -> list[str]:
-        return [cell for how in attentions for cell in _found(run, asked, name, metric, how)]
+        return [cell for how in attentions for cell in _found(run, asked, name, metric=metric, attention=how)]
 
     ways = {None: "", ReadingAttention.full: ", full attention", ReadingAttention.trained: ", as trained"}
     return Column(tuple(f"{name} at {length}{ways[how]}" for how in attentions for length in lengths), cells)
 
 
 def _found(
-    run: Path, asked: Mapping[str, Any], name: str, metric: str, attention: ReadingAttention | None
+    run: Path, asked: Mapping[str, Any], name: str, *, metric: str, attention: ReadingAttention | None
 ) -> list[str]:
     """Evaluate a run's newest checkpoint on a task; returns a cell for each length."""
     from hybridtron.cli.given import newest_checkpoint

@@ -41,7 +41,7 @@ TABLE_1 = Table(
         ("+KS", "28.6"), ("+HAX", "32.9"),
     ),
 )  # fmt: skip
-RECALLED = tasks("joint_recall", "accuracy", (1058,), {"sizes": "5-16,5-16"}, samples=500)
+RECALLED = tasks("joint_recall", "accuracy", (1058,), options={"sizes": "5-16,5-16"}, samples=500)
 RULER = tasks("ruler_se", "string_match_all", (3072,), samples=100)
 GROWN = OnGpu("hax/chat", ("none-chat", "HAX-chat"), column=RULER)
 
@@ -116,7 +116,7 @@ def _reason(number: int, kept: Kept) -> str:
 
 
 def recall_claims(
-    name: str, says: str, more: str, less: str, bases: Sequence[str] = BASES, why: int | None = None
+    name: str, says: str, more: str, less: str, *, bases: Sequence[str] = BASES, why: int | None = None
 ) -> list[Claim]:
     """Return one claim for each recurrence about two kinds of attention.
 
@@ -187,7 +187,7 @@ CLAIMS = (
     *recall_claims("hax", "HAX helps recall.", "HAX", "", why=0),
     *recall_claims("dilated", "dilated attention, which does not look at content, costs recall.", "", "D"),
     *recall_claims("lsh", "hashing alone costs recall.", "", "LSH"),
-    *recall_claims("window", "a window recalls more than keys by scores.", "SW", "KS", ("mamba2",), why=1),
+    *recall_claims("window", "a window recalls more than keys by scores.", "SW", "KS", bases=("mamba2",), why=1),
     Claim(
         "figure5-samba",
         "Figure 5 (joint recall)",

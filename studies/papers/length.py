@@ -37,7 +37,7 @@ def published(*only: str, sweep: str = "interventions", column: Column | None = 
 
 
 KEYS = (2048, 8192, 32768, 131072)
-BABILONG = tasks("babilong_qa1", "accuracy", KEYS, {"style": "tuned"}, samples=100)
+BABILONG = tasks("babilong_qa1", "accuracy", KEYS, options={"style": "tuned"}, samples=100)
 FEW_SHOT = tasks("babilong_qa1", "accuracy", KEYS, samples=100)
 STATES = published("zero", "passing", reads="--instruments remembrance,states --length 8x")
 
@@ -46,6 +46,7 @@ def figure(
     number: int,
     name: str,
     says: str,
+    *,
     variants: tuple[str, ...],
     agreement: str,
     judge: views.Judge,
@@ -75,24 +76,24 @@ CLAIMS = (
         2,
         "fails",
         "A recurrence that is trained long enough on short rows fails beyond them.",
-        ("base",),
-        f"perplexity at {views.FAILS_AT}x the context at least {views.FAILS} times the least of the curve, for every "
-        "seed",
-        views.fails,
-        scratch("contexts", CONTEXTS[-1]),
-        views.why_not_failed,
-        (LONGER, "mamba"),
+        variants=("base",),
+        agreement=f"perplexity at {views.FAILS_AT}x the context at least {views.FAILS} times the least of the curve, "
+        "for every seed",
+        judge=views.fails,
+        on_gpu=scratch("contexts", CONTEXTS[-1]),
+        reason=views.why_not_failed,
+        further=(LONGER, "mamba"),
     ),
     figure(
         2,
         "contexts",
         "The longer the training context, the better the length generalization.",
-        ("context-32", "base", "context-128"),
-        f"{RISE}, 1024 tokens into the text for all: that of context 128 below 64, and that of 64 below 32, by two "
-        "standard errors of the base's deviation over seeds",
-        views.ordered(("context-128", "base"), ("base", "context-32")),
-        scratch("contexts", *CONTEXTS),
-        views.why_no_order(("context-32", "base", "context-128")),
+        variants=("context-32", "base", "context-128"),
+        agreement=f"{RISE}, 1024 tokens into the text for all: that of context 128 below 64, and that of 64 below 32, "
+        "by two standard errors of the base's deviation over seeds",
+        judge=views.ordered(("context-128", "base"), ("base", "context-32")),
+        on_gpu=scratch("contexts", *CONTEXTS),
+        reason=views.why_no_order(("context-32", "base", "context-128")),
     ),
     Claim(
         "figure3-training",
@@ -111,12 +112,12 @@ CLAIMS = (
         5,
         "repairs",
         "100 steps with passed states, or with TBTT, repair it.",
-        ("zero", "passing", "tbtt"),
-        f"perplexity at {views.FAILS_AT}x below {views.REPAIRED} times that of {SAME_TEXT} with passing and TBTT, and "
-        "not with zero states (means over seeds)",
-        views.repairs(("passing", "tbtt")),
-        published("zero", "passing", "tbtt"),
-        views.why_not_repaired,
+        variants=("zero", "passing", "tbtt"),
+        agreement=f"perplexity at {views.FAILS_AT}x below {views.REPAIRED} times that of {SAME_TEXT} with passing and "
+        "TBTT, and not with zero states (means over seeds)",
+        judge=views.repairs(("passing", "tbtt")),
+        on_gpu=published("zero", "passing", "tbtt"),
+        reason=views.why_not_repaired,
     ),
     Claim(
         "figure5-forced",
@@ -138,12 +139,12 @@ CLAIMS = (
         5,
         "interventions",
         "The closer the initial states come to attainable ones, the better: random noise, fitted noise, passing.",
-        INTERVENTIONS,
-        f"{RISE}: passing below fitted noise, fitted noise below random noise, TBTT and passing below zero states, by "
-        "two standard errors",
-        views.ordered(("passing", "fitted"), ("fitted", "random"), ("passing", "zero"), ("tbtt", "zero")),
-        published(*INTERVENTIONS[1:]),
-        views.why_no_order(INTERVENTIONS),
+        variants=INTERVENTIONS,
+        agreement=f"{RISE}: passing below fitted noise, fitted noise below random noise, TBTT and passing below zero "
+        "states, by two standard errors",
+        judge=views.ordered(("passing", "fitted"), ("fitted", "random"), ("passing", "zero"), ("tbtt", "zero")),
+        on_gpu=published(*INTERVENTIONS[1:]),
+        reason=views.why_no_order(INTERVENTIONS),
     ),
     Claim(
         "figure1-remembrance",
@@ -174,11 +175,11 @@ CLAIMS = (
             number,
             name,
             f"{title} fails in the same way, and passing repairs it.",
-            (name, f"{name}-passing"),
-            REPAIRED,
-            views.fails_and_is_repaired(name),
-            on_gpu,
-            views.why_no_order((name, f"{name}-passing")),
+            variants=(name, f"{name}-passing"),
+            agreement=REPAIRED,
+            judge=views.fails_and_is_repaired(name),
+            on_gpu=on_gpu,
+            reason=views.why_no_order((name, f"{name}-passing")),
         )
         for number, name, title, on_gpu in (
             (1, "mamba", "Mamba", published("mamba-zero", "mamba-passing")),
@@ -203,22 +204,22 @@ CLAIMS = (
         11,
         "warmup",
         "A longer warm-up is worse beyond the context.",
-        ("base", "warmup-25"),
-        f"{RISE}: with 10% below that with 25%, by two standard errors",
-        views.ordered(("base", "warmup-25")),
-        scratch("warmup", "warmup=10_", "warmup=25_"),
-        views.why_no_order(("base", "warmup-25")),
+        variants=("base", "warmup-25"),
+        agreement=f"{RISE}: with 10% below that with 25%, by two standard errors",
+        judge=views.ordered(("base", "warmup-25")),
+        on_gpu=scratch("warmup", "warmup=10_", "warmup=25_"),
+        reason=views.why_no_order(("base", "warmup-25")),
     ),
     figure(
         12,
         "sigma",
         "Random states help only at a deviation that suits the model.",
-        ("zero", *SIGMAS),
-        f"{RISE}: at sigma 0.3, one of the deviations 0.1, 0.3, 1 and 3, below that from zero states, and at sigma 3 "
-        "above it, by two standard errors",
-        views.ordered(("sigma-0.3", "zero"), ("zero", "sigma-3")),
-        OnGpu("length/sigma", PUBLISHED_SIGMAS, column=BY_POSITION),
-        views.why_no_order(("zero", *SIGMAS)),
+        variants=("zero", *SIGMAS),
+        agreement=f"{RISE}: at sigma 0.3, one of the deviations 0.1, 0.3, 1 and 3, below that from zero states, and "
+        "at sigma 3 above it, by two standard errors",
+        judge=views.ordered(("sigma-0.3", "zero"), ("zero", "sigma-3")),
+        on_gpu=OnGpu("length/sigma", PUBLISHED_SIGMAS, column=BY_POSITION),
+        reason=views.why_no_order(("zero", *SIGMAS)),
     ),
     Claim(
         "table1-copying",
@@ -247,7 +248,9 @@ CLAIMS = (
         {"passkey": ("mamba2", "mamba2_fitted")},
         answers.passkey_rows,
         answers.finds_further,
-        on_gpu=published("keys", "keys-fitted", sweep="answers", column=tasks("passkey", "exact", KEYS, {"digits": 4})),
+        on_gpu=published(
+            "keys", "keys-fitted", sweep="answers", column=tasks("passkey", "exact", KEYS, options={"digits": 4})
+        ),
     ),
     Claim(
         "figure6-tuned",

@@ -249,7 +249,12 @@ def draw(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept, Path], 
                 ):
                     if of:
                         draw_seeds(
-                            axes, of[0].ends, [of_seed.perplexities for of_seed in of], f"C{number}", label, style
+                            axes,
+                            of[0].ends,
+                            [of_seed.perplexities for of_seed in of],
+                            color=f"C{number}",
+                            label=label,
+                            style=style,
                         )
                     shown += of
             if paired:

@@ -55,7 +55,7 @@ def markdown(papers: Sequence[Paper], kept: Kept, spent: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(papers: Sequence[Paper], kept: Kept, spent: Table, results: Path, pictures: Path) -> str:
+def page(papers: Sequence[Paper], kept: Kept, spent: Table, *, results: Path, pictures: Path) -> str:
     """Return the overview as HTML that needs no other file."""
     header = ("paper", *(outcome.value for outcome in Said))
     parts = [
@@ -67,12 +67,15 @@ def page(papers: Sequence[Paper], kept: Kept, spent: Table, results: Path, pictu
     for paper in papers:
         parts.append(f"<h2>{html.escape(paper.title)}</h2><table class=claims>")
         parts.append("<tr><th>in the paper<th>what it says, and what we found<th>ours</tr>")
-        parts += [_row(paper, claim, judged(claim, kept), kept, results, pictures) for claim in paper.claims]
+        parts += [
+            _row(paper, claim, judged(claim, kept), kept=kept, results=results, pictures=pictures)
+            for claim in paper.claims
+        ]
         parts.append("</table>")
     return "\n".join(parts) + "</html>\n"
 
 
-def _row(paper: Paper, claim: Claim, verdict: Verdict, kept: Kept, results: Path, pictures: Path) -> str:
+def _row(paper: Paper, claim: Claim, verdict: Verdict, *, kept: Kept, results: Path, pictures: Path) -> str:
     said = f"<b style='color:{COLORS[verdict.said]}'>{html.escape(verdict.said.value)}</b>"
     about = f"{html.escape(claim.says)}<br><small>{html.escape(verdict.numbers)}</small>"
     more = "".join([*_picture(paper, claim, pictures), *_details(paper, claim, kept, results)])

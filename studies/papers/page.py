@@ -29,7 +29,7 @@ def page(paper: Paper, kept: Kept, results: Path, pictures: Path | None) -> str:
     lines += [f"- {note}" for note in notes(kept, verdicts)]
     lines += ["", *summary(verdicts)]
     for claim, verdict in verdicts:
-        lines += ["", *section(paper, claim, verdict, kept, results, pictures)]
+        lines += ["", *section(paper, claim, verdict, kept=kept, results=results, pictures=pictures)]
     return "\n".join(lines) + "\n"
 
 
@@ -52,7 +52,7 @@ def summary(verdicts: Sequence[tuple[Claim, Verdict]]) -> list[str]:
 
 
 def section(
-    paper: Paper, claim: Claim, verdict: Verdict, kept: Kept, results: Path, pictures: Path | None
+    paper: Paper, claim: Claim, verdict: Verdict, *, kept: Kept, results: Path, pictures: Path | None
 ) -> Iterator[str]:
     yield from (f"## {claim.name}", "", f"{claim.where}: {claim.says}", "")
     yield f"- agreement: {claim.agreement}"

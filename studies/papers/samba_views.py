@@ -194,7 +194,14 @@ def draw_lengths(variants: Sequence[str]) -> Callable[[Kept, Path], None]:
             shown: list[Curve] = []
             for number, variant in enumerate(name for name in variants if kept.results("samba", name)):
                 curves = [Curve(**found["curve"]) for found in kept.found("samba", variant)]
-                draw_seeds(axes, curves[0].ends, [curve.perplexities for curve in curves], f"C{number}", variant, "-")
+                draw_seeds(
+                    axes,
+                    curves[0].ends,
+                    [curve.perplexities for curve in curves],
+                    color=f"C{number}",
+                    label=variant,
+                    style="-",
+                )
                 shown += curves
             frame(axes, shown, CONTEXT, CONTEXT // 8)
 

@@ -27,8 +27,15 @@ def page(found: Found, costs: Costs, notes: Sequence[str]) -> str:
     lengths = [length for length in LENGTHS if length in next(iter(found[BASE].values()))[FULL]]
     recall_tables(report, found, lengths)
     needle_table(report, found)
-    by_length(report, "Perplexity of the values", found, lengths, FULL, perplexity)
-    by_length(report, "Perplexity of the values, read as trained", own_reading(found), lengths, TRAINED, perplexity)
+    by_length(report, "Perplexity of the values", found, lengths=lengths, how=FULL, value=perplexity)
+    by_length(
+        report,
+        "Perplexity of the values, read as trained",
+        own_reading(found),
+        lengths=lengths,
+        how=TRAINED,
+        value=perplexity,
+    )
     cost_table(report, costs)
     goals(report, found)
     return markdown(report, "make span-study")
@@ -39,11 +46,19 @@ def recall_tables(report: BenchReport, found: Found, lengths: Sequence[int]) -> 
     scored = f"{min(SCORED)} to {max(SCORED)}"
     means = {name: mean_of([score(readings) for readings in of.values()]) for name, of in found.items()}
     title = "Recall by length, read with full attention (figures 2, 3, 5, 6, 12 and 13)"
-    by_length(report, title, found, lengths, FULL, recall, (scored, means), "span_study.png")
+    by_length(
+        report, title, found, lengths=lengths, how=FULL, value=recall, last=(scored, means), picture="span_study.png"
+    )
     limited = own_reading(found)
     means = {name: mean_of([score(readings, TRAINED) for readings in of.values()]) for name, of in limited.items()}
     by_length(
-        report, "Recall by length, read as trained (figure 11)", limited, lengths, TRAINED, recall, (scored, means)
+        report,
+        "Recall by length, read as trained (figure 11)",
+        limited,
+        lengths=lengths,
+        how=TRAINED,
+        value=recall,
+        last=(scored, means),
     )
 
 
@@ -68,6 +83,7 @@ def by_length(
     report: BenchReport,
     title: str,
     found: Found,
+    *,
     lengths: Sequence[int],
     how: ReadingAttention,
     value: Callable[[Asked], float],
@@ -156,6 +172,6 @@ def draw(found: Found, path: Path) -> None:
             seeds = [readings[FULL] for readings in found[name].values()]
             lengths = sorted(seeds[0])
             values = [[of_seed[length].recall for length in lengths] for of_seed in seeds]
-            draw_seeds(axes, lengths, values, f"C{number}", name, "-o")
+            draw_seeds(axes, lengths, values, color=f"C{number}", label=name, style="-o")
         axes.axvline(LONG, color="black", linestyle=":", linewidth=0.8, label=f"tuned on {LONG}")
         axes.set(xscale="log", xlabel="tokens of a row", ylabel="recall", ylim=(0, 1.02))

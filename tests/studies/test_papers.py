@@ -295,10 +295,10 @@ def test_a_piece_ends_when_its_minutes_are_planned(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(carrying, "carried_out", lambda batch, *_: carried.append(batch.missing) or True)
     claims = [BY_NAME["figure5-repairs"]]
     quiet = Console(quiet=True)
-    assert carry_on(claims, where, 18, 1, quiet) == 75
+    assert carry_on(claims, where, 18, jobs=1, console=quiet) == 75
     assert [[run.variant for run in batch] for batch in carried] == [["base", "zero", "passing"]]
     carried.clear()
-    assert carry_on(claims, where, 18, 2, quiet) == 75  # two at a time
+    assert carry_on(claims, where, 18, jobs=2, console=quiet) == 75  # two at a time
     assert [len(batch) for batch in carried] == [4, 2]  # 36 minutes: 19.5, 15 and 1.5
 
 
@@ -375,7 +375,7 @@ def test_passing_repairs_a_base_that_fails(tmp_path: Path) -> None:
     story = replace(STORY, seeds=("1",), variants={f"language/{name}": () for name in ("base", "zero", "passing")})
     part = story_part("language", story, tmp_path)
     results = Results(tmp_path / "results")
-    assert trained("language", part, part.sweep.runs, results, 2, Console(quiet=True))
+    assert trained("language", part, part.sweep.runs, results=results, jobs=2, console=Console(quiet=True))
     measured = Kept(found_in({"language": part}, results), {})
     risen = {name: rises(measured, name, FORCED)[0] for name in ("zero", "passing")}
     assert risen["zero"] > math.log(2)

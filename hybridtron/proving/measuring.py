@@ -139,7 +139,7 @@ class BenchReport:
     console: list[str] = field(default_factory=list)
 
     def pick(self, *, full: Place, quick: Place) -> Place:
-        """Return `quick` for a report that only checks that the benchmark runs, and `full` otherwise."""
+        """Return `quick` in a quick report, whose sizes are tiny, and `full` otherwise."""
         if self.quick:
             return quick
         return full

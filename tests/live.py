@@ -1,4 +1,4 @@
-"""How many bytes of tensors there are at a time."""
+"""Count of the bytes in live tensors, and of their maximum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Live(TorchDispatchMode):
-    """Bytes of all tensors that are alive at a time, and the most that were."""
+    """Dispatch mode that counts the bytes of all live tensors, and their maximum."""
 
     def __init__(self) -> None:
         super().__init__()

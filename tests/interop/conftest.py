@@ -21,7 +21,9 @@ Stored = Callable[[str], Checkpoint]
 
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """The checkpoint of the model of a name, which all tests share: one that changes its files copies them."""
+    """Return a function from a model's name to its checkpoint. All tests share it; a test that changes files copies
+    them.
+    """
     folder = tmp_path_factory.mktemp("stored")
 
     @cache
@@ -38,7 +40,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 
 @pytest.fixture(autouse=True)
 def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies shipped code there before it runs it; what another test left is forgotten."""
+    """Give each test its own module cache, where transformers copies shipped code, and forget imported modules."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not Path(path, "transformers_modules").exists()])
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:

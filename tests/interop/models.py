@@ -1,4 +1,4 @@
-"""Small models of every class that transformers has, their weights far from where they start, as checkpoints."""
+"""Small models for every class that transformers has, as checkpoints with weights far from their initial values."""
 
 from __future__ import annotations
 
@@ -247,7 +247,11 @@ def checkpoint_of(
     parallel: ParallelConfig | None = None,
     given: Checkpoint | None = None,
 ) -> Checkpoint:
-    """Of weights that are nowhere as they start, norms, D, A_log and biases neither; or of those of another one."""
+    """Write a checkpoint of a model, and return it.
+
+    All weights differ from their initial values, also norms, D, A_log and biases; with `given` they are that
+    checkpoint's.
+    """
     config = small_run(model, precision=precision)
     config.parallel = parallel or config.parallel
     engine = Engine(config, groups, None if given is None else given.weights(parameter_table(model)))
@@ -279,5 +283,5 @@ def checkpoint_of(
 
 
 def own_model(checkpoint: Checkpoint, dtype: torch.dtype) -> LanguageModel:
-    """What a checkpoint holds, with weights of this type, computing in fp32 otherwise."""
+    """Return a checkpoint's model with weights of this dtype, which otherwise computes in fp32."""
     return in_fp32(whole_model(checkpoint), dtype)

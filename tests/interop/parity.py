@@ -1,4 +1,4 @@
-"""What tests ask of every class of transformers: the same logits, and the same weights after import and export."""
+"""Checks for every class of transformers: equal logits, and equal weights after import and export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.interop.models import own_model
 
 
 def assert_same_logits(found: Checkpoint, theirs: Any, tokens: int = 70, tolerance: float = 1e-5) -> None:
-    """Of random tokens; `theirs` is a model of transformers with a vocabulary of 48."""
+    """Compare logits for random tokens. `theirs` is a model of transformers with a vocabulary of 48."""
     tokens_BL = torch.randint(48, (2, tokens))
     with torch.no_grad():
         ours = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(2, tokens)).output.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Bamba: folders that transformers wrote, and what is refused of them."""
+"""Bamba: folders that transformers wrote, and refused ones."""
 
 from __future__ import annotations
 

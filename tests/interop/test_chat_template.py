@@ -1,4 +1,4 @@
-"""A chat template goes with a model: transformers writes with the exported one what was prepared; imports keep it."""
+"""A chat template travels with a model: transformers formats chats as prepared, and imports keep the template."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_tokens(folder: Path) -> bytes:
 
 
 def written_by(exported: Path) -> tuple[str, str, list[int]]:
-    """A conversation, what comes before an answer, and tokens, by transformers."""
+    """Return a conversation, the prompt before an answer, and tokens, all by transformers."""
     theirs = AutoTokenizer.from_pretrained(exported)
     text, prompt = (
         theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)

@@ -46,7 +46,7 @@ WRITERS = {"olmo_hybrid": olmo_hybrid, "qwen3_next": qwen3_next}
 
 
 def written(name: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A folder of transformers' own, of weights far from where they start."""
+    """Write a folder by transformers itself, with weights far from their initial values; return its model."""
     torch.manual_seed(5)
     model = WRITERS[name]()
     with torch.no_grad():
@@ -62,7 +62,7 @@ def written(name: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_folder_that_transformers_wrote_is_the_same_model_here(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Also in bf16, where 1 + w would lose what w has."""
+    """The model is also the same in bf16, where 1 + w would lose digits of w."""
     theirs = written(name, tmp_path / "in", dtype)
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
     found = Checkpoint.open(tmp_path / "out")
@@ -72,7 +72,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(name: str, dtyp
 
 @pytest.mark.slow
 def test_norms_are_kept_in_fp32_where_a_folder_is_in_bf16(tmp_path: Path) -> None:
-    """Qwen3-Next's: what is added to 1 comes back bit for bit, and our own weights lose nothing either."""
+    """Qwen3-Next's norm weights, which it adds to 1, return bit for bit, and our own weights lose nothing either."""
     written("qwen3_next", tmp_path / "in", torch.bfloat16)
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
     assert Checkpoint.open(tmp_path / "mid").whole("layers.0.norm.weight").dtype == torch.float32
@@ -134,7 +134,7 @@ def test_what_a_folder_has_and_we_have_not(name: str, changed: dict[str, Any], r
 
 
 def test_fused_rows_stand_head_by_head() -> None:
-    """Of two heads: the first one's rows of a, then of b, then the second one's."""
+    """Fuse rows of two heads: the first head's rows of a, then its rows of b, then the second head's."""
     rule = TensorRule("theirs", (6, 1), ("a", "b"), (2, 4), fp32=False, blocks=2)
     a = torch.tensor([[1.0], [2.0]])
     b = torch.tensor([[3.0], [4.0], [5.0], [6.0]])

@@ -1,4 +1,4 @@
-"""Falcon-H1: folders that transformers wrote and back, and what is refused of them."""
+"""Falcon-H1: folders that transformers wrote, their export, and refused ones."""
 
 from __future__ import annotations
 

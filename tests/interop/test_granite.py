@@ -1,4 +1,4 @@
-"""Granite, dense and hybrid: multipliers, from folders that transformers wrote and back, and what is refused."""
+"""Granite, dense and hybrid: multipliers in folders that transformers wrote, their export, and refused ones."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here_and_there(made:
 
 
 def without(model: ModelConfig) -> ModelConfig:
-    """The same with nothing multiplied."""
+    """Return the model without any multiplier."""
     layers = {letter: {k: v for k, v in options.items() if k != "scale"} for letter, options in model.layers.items()}
     return replace(model, layers=layers, **dict.fromkeys(MULTIPLIERS, 1.0))
 

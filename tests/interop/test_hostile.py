@@ -132,7 +132,7 @@ FILES_OF_ADAPTERS = ["adapter_config.json", "adapter_model.safetensors", "adapte
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a model that could be imported but for what is put into it, and an adapter beside it."""
+    """Create a model's folder that can be imported until a test damages it, with an adapter beside it."""
     folder = tmp_path_factory.mktemp("whole")
     config = LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "architectures"})
     LlamaForCausalLM(config).save_pretrained(folder / "model")
@@ -227,7 +227,7 @@ def test_numbers_that_no_float_holds(
 
 @pytest.mark.timeout(20)
 def test_thousands_of_unknown_layers(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rules of the base are made once, not for each of thousands of unknown layers."""
+    """The base model's rules are built once, not again for each unknown layer."""
     shutil.copy(whole / "adapter" / "adapter_config.json", tmp_path)
     names = [f"base_model.model.model.layers.{number}.unknown.lora_A.weight" for number in range(3000)]
     save_file({name: torch.ones(2, 2) for name in names}, tmp_path / "adapter_model.safetensors")

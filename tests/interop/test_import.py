@@ -1,4 +1,4 @@
-"""Folders of transformers and of state-spaces/mamba as checkpoints that a run starts from, and back again."""
+"""Folders of transformers and of state-spaces/mamba as checkpoints for a run to start from, and their export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Exported = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def exported(stored: Stored, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """The folder of the model of a name, written once: a test that changes it copies it."""
+    """Return a function from a model's name to its exported folder, written once; a test that changes it copies it."""
     folder = tmp_path_factory.mktemp("exported")
 
     @cache

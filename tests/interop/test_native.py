@@ -109,7 +109,7 @@ def test_types_and_shards(precision: str, alone: Groups, tmp_path: Path) -> None
 def test_a_sample_of_the_layers_is_a_model_of_its_own(
     name: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a model that is three times as deep, a mistake in a layer that is taken is found."""
+    """In a model three times as deep, a mistake in a sampled layer is found."""
     model = model_config(name)
     model = replace(model, pattern=f"({model.pattern})*3")
     checkpoint_of(model, alone, tmp_path / "run")
@@ -173,7 +173,7 @@ def test_planted_mistakes_are_found_and_leave_nothing(
 def test_rows_in_the_order_of_ranks_are_found(
     stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What two ranks hold of a fused projection, one below the other: x and z of the first, x and z of the second."""
+    """Concatenate two ranks' rows of a fused projection: x and z of the first rank, then x and z of the second."""
     to_theirs = TensorRule.to_theirs
 
     def by_ranks(rule: TensorRule, read) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_decays_in_bf16_are_found(
 def test_a_head_that_is_left_out_is_found(
     tie: bool, said: str, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """With a configuration that says so, and one that does not."""
+    """The configuration may say that embeddings are tied, or not."""
     rules = Llama.rules
     settings = Llama.settings
     monkeypatch.setattr(Llama, "rules", lambda *a: [rule for rule in rules(*a) if rule.theirs != "lm_head.weight"])

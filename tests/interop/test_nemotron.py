@@ -1,4 +1,4 @@
-"""Nemotron-H: folders that transformers wrote and those that are published, and what is refused of them."""
+"""Nemotron-H: folders that transformers wrote, published ones, and refused ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 
 
 def written(folder: Path, step: float) -> NemotronHForCausalLM:
-    """A folder of transformers' own, of weights far from where they start; `step` is added to the bias of steps."""
+    """Write a folder by transformers itself, with weights far from their initial values; `step` is added to dt_bias."""
     torch.manual_seed(5)
     model = NemotronHForCausalLM(NemotronHConfig(**SIZES)).eval()
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path)
 
 
 def test_small_steps_are_taken_as_they_are(tmp_path: Path) -> None:
-    """Where transformers would take `time_step_min` for them; what is exported again it reads as we do."""
+    """transformers would raise small steps to `time_step_min`. After our export it reads the same small steps."""
     theirs = written(tmp_path / "in", step=-12.0)
     tokens_BL = torch.randint(48, (2, 70))
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0

@@ -1,4 +1,4 @@
-"""Adapters for peft: it loads them beside an exported base, and computes what we do, with adapters and merged."""
+"""Adapters for peft: it loads them on an exported base, and computes the same as we do, unmerged and merged."""
 
 from __future__ import annotations
 

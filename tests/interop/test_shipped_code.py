@@ -1,4 +1,4 @@
-"""What is shipped is the package's own code: taken whole, renamed where it must be, refused where it can't be."""
+"""Shipped code is the package's own code: copied in full, renamed where necessary, and refused where impossible."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
 
 
 def made() -> dict[str, Any]:
-    """The generated file, run with what stands beside it."""
+    """Run the generated file with its neighbours, and return its names."""
     import hybridtron.hf
 
     module = ModuleType(f"{hybridtron.hf.__name__}.made")

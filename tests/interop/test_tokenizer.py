@@ -1,4 +1,4 @@
-"""The tokenizer of an export: a pad token of its own where there is room, and what an old transformers says."""
+"""An export's tokenizer: a pad token of its own if there is room, and the messages of an old transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zamba2: folders that transformers wrote, and what is refused of them."""
+"""Zamba2: folders that transformers wrote, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every mixer of the registry must hold, whatever it computes. A new mixer is tested by standing in OPTIONS."""
+"""Contract of every registered mixer, regardless of its equations. A new mixer is tested once it is in OPTIONS."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ RECURRENT = [  # whose states are of a fixed size, and numbers with gradients
 
 
 def seq_info(rows: int, length: int, documents: list[list[int]] | None = None) -> SeqInfo:
-    """In training, which is what a spec's states describe."""
+    """Return the sequence info of training, which a spec's states describe."""
     return dataclasses.replace(evaluated(rows, length, documents), key=7)
 
 
@@ -205,7 +205,7 @@ def test_chunks_with_carried_state_equal_the_whole(
 
 
 def may_end(spec: MixerSpec, seq: SeqInfo, cut: int) -> bool:
-    """Whether a mixer's rows may end before this token, wherever in its document it stands."""
+    """Return True if a mixer's rows may end before this token, at any position in its document."""
     return not any(problem for place in seq.positions_BL[:, cut].tolist() for problem in spec.carry_problems(place))
 
 
@@ -362,7 +362,7 @@ def test_gradcheck(spec: MixerSpec) -> None:
 
 @pytest.mark.parametrize("spec", RECURRENT)
 def test_gradcheck_from_state_to_state(spec: MixerSpec) -> None:
-    """Of the state before the row, by which the state after it is reached too; a document begins in one row."""
+    """Check gradients through the state before the row to the state after it; a document begins in one row."""
     mixer, seq = build(spec), seq_info(2, 5, [[2, 3], [5]])
     x, before = torch.randn(2, 5, 2, spec.input_width(SIZES), dtype=torch.float64)
     state = {name: part.detach().requires_grad_() for name, part in mixer(before, None, seq).state.items()}

@@ -50,7 +50,7 @@ def unit(x_LN: Tensor) -> Tensor:
 
 
 def one_head(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
-    """By the matrix that each token multiplies the state with, exp(g) (I - beta k k^T)."""
+    """Compute one head by the matrix exp(g) (I - beta k k^T), with which each token multiplies the state."""
     state = torch.zeros(k.shape[1], v.shape[1], dtype=v.dtype)
     read = []
     for t in range(len(v)):
@@ -132,7 +132,7 @@ def test_without_steps_the_state_only_decays() -> None:
 
 
 def test_a_key_is_no_longer_than_one() -> None:
-    """So that no step enlarges a state, also in bf16, where only the rounding of entries is left."""
+    """No step may enlarge a state, also in bf16, where only the rounding of entries remains."""
     x = 3 * torch.randn(1, 400, 6, 96)
     lengths = torch.stack(
         [of_length(x.to(dtype), 1.0).double().norm(dim=-1) for dtype in (torch.float32, torch.bfloat16)]

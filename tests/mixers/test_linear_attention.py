@@ -1,4 +1,4 @@
-"""Retention against its parallel form, with rotations as complex numbers; and what TP ranks hold of decays."""
+"""Retention compared with its parallel form, with complex rotations; and the decays of tensor-parallel ranks."""
 
 from __future__ import annotations
 

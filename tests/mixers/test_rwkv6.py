@@ -27,7 +27,7 @@ LENGTH = 256
 
 
 def started(spec: RWKV6Spec | RWKV6ChannelMixSpec, noise: float, dtype: torch.dtype = torch.float64) -> Mixer:
-    """As its spec says, with noise on top: what starts at zero would hide the rest."""
+    """Build a mixer with its initial weights plus noise: weights that start at zero would hide others."""
     mixer = build_mixer(spec, SIZES, SINGLE_RANK).to(dtype)
     for name, weight in mixer.named_parameters():
         start = starting_value(spec.parameters(SIZES)[name].init, tuple(weight.shape), 1, name)
@@ -116,7 +116,7 @@ def test_the_channel_mix_is_its_equations() -> None:
 
 
 def test_it_starts_as_its_code_does() -> None:
-    """The third of six blocks of width 128, l = 2 and n = 6, among other layers; numbers made by hand."""
+    """Compare the third of six blocks (width 128, l = 2, n = 6) among other layers with numbers worked out by hand."""
     layers = {"R": {"kind": "rwkv6"}, "C": {"kind": "rwkv6_channel_mix"}, "M": {"kind": "mamba"}}
     model = ModelConfig(128, 96, "M(RC)*6", layers, tie_embeddings=False)
     table = parameter_table(model)

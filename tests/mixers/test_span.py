@@ -104,7 +104,7 @@ def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, f
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_where_no_state_is_used_none_is_made(memory: str) -> None:
-    """As many copies of the last keys and values as there are layers would wait for the end of the forward pass."""
+    """Otherwise each layer's copy of the last keys and values would stay until the forward pass ends."""
     mixer = build(**SMALL, memory=memory)
     x = x_of()
     seq = rows()

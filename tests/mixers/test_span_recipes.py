@@ -1,6 +1,6 @@
-"""The models of the span recipes outside training: read in pieces, and token by token, as they read whole rows.
+"""Models of the span recipes outside training: read in pieces and token by token, with the results of full rows.
 
-Models of recipes for clusters are narrower here and have fewer layers; what their span layers do is as shipped.
+Models of recipes for clusters are narrower here and have fewer layers; their span layers are as shipped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def largest_chunk(recipe: str) -> int:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many chosen blocks each call reads that continues from a state."""
+    """Count the chosen blocks in each call that continues from a state."""
     counts = []
     attend = span.span_attention
 

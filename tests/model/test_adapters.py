@@ -1,4 +1,4 @@
-"""Adapters beside any projection of any mixer: nothing at first, then what W + (alpha / rank) B A would do."""
+"""Adapters on any projection of any mixer: no effect at first, then the effect of W + (alpha / rank) B A."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_dropped_product_is_that_of_dropped_inputs(tokens_first: bool) -> None
 
 
 def dora(W: Tensor, A: Tensor, B: Tensor, M: Tensor) -> Tensor:
-    """What a projection becomes, by the paper's formula; the length that it is divided by has no gradient."""
+    """Return an adapted projection by the paper's formula; the length in the denominator has no gradient."""
     both = W + 2.0 * B @ A
     return (W.norm(dim=1) + M)[:, None] * both / both.norm(dim=1, keepdim=True).detach()
 

@@ -32,7 +32,7 @@ def read_all(model, prompts: list[list[int]], chunk: int = 1000) -> tuple[Tensor
 
 
 def real_part(state: dict[str, Tensor], row: int) -> dict[str, Tensor]:
-    """Of one row, and of its keys and values those that are no padding."""
+    """Return one row's state, without the padding among its keys and values."""
     parts = {name: part[row] for name, part in state.items()}
     if "length" in parts:
         parts |= {name: parts[name][len(parts[name]) - int(parts["length"]) :] for name in ("keys", "values")}
@@ -98,7 +98,7 @@ def test_span_attention_in_a_padded_batch_reads_what_each_row_reads_alone() -> N
 
 
 def test_states_take_the_same_memory_at_any_length() -> None:
-    """By hand, in fp32, of one row: the window of 8 keeps 7 keys and values of 2 heads of 8, and a number."""
+    """Count by hand, in fp32, for one row: a window of 8 keeps 7 keys and values in 2 heads of 8, and a number."""
     model = small_model("M-W-")
     state = SMALL_LAYERS["M"]["state"]
     inner = 64

@@ -64,7 +64,7 @@ def test_output_projections_start_smaller_by_the_root_of_the_depth() -> None:
 
 @pytest.mark.parametrize("recipe", ["llama2_438m", "llama2_swa_438m", "ablations/llama2_swa_438m_sc"])
 def test_untied_llamas_start_as_their_code_does(recipe: str) -> None:
-    """Of width 1536 and 12 blocks; short convolutions and norms are as ever."""
+    """Check width 1536 and 12 blocks; short convolutions and norms start as in other models."""
     weights = parameter_table(load([f"recipe={recipe}"]).model)
     starts = {name.removeprefix("layers.0.").removeprefix("layers.1."): weight.init for name, weight in weights.items()}
     inside = Normal((2 / (5 * 1536)) ** 0.5)

@@ -64,7 +64,7 @@ def dtypes_of(stream: ResidualStream) -> tuple[torch.dtype, ...]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
 def test_sub_layers_read_and_add_what_they_compute_in(precision: str, alone: Groups) -> None:
-    """Between them the stream is in fp32; what is carried of states is as without it."""
+    """Between sub-layers the stream is in fp32; carried states have the same dtypes as without it."""
     seen: list[tuple[torch.dtype, ...]] = []
     kinds = []
     for wide in (True, False):

@@ -32,7 +32,7 @@ def plain_loop(stack: Stack, x_LBD: Tensor, seq: SeqInfo) -> Tensor:
 
 
 def run(stack: Stack, stream: torch.dtype, plain: bool) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor]:
-    """What is kept for the backward pass, every gradient, and the stream behind the last sub-layer."""
+    """Return the tensors saved for backward, every gradient, and the stream after the last sub-layer."""
     torch.manual_seed(2)
     batch = random_batch(documents=[[10, 14], [24]])
     x_LBD = torch.randn(24, 2, 32, dtype=stream, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Our models against transformers' with the same weights, of each of these classes: logits, every gradient."""
+"""Our models compared with each of these classes of transformers at equal weights: logits and every gradient."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Compiles for a Hopper GPU whatever Triton kernels some code would launch, on a machine that need not have one.
+"""Compiler for the Triton kernels that some code would launch on a Hopper GPU; the machine need not have one.
 
     launches, buffers = compile_calls("tests.ops.scan.test_kernels", "shipped")
 
-runs `shipped()` of that module in a process of its own, where a launch compiles for sm_90 and does nothing else. It
-runs what it wants compiled on tensors of the meta device, at the sizes that users have: so the arguments, options and
-grids are the ones that would be launched, and large buffers cost nothing. What comes back is every different kernel
-and grid, with what ptxas made of it, and the size of every tensor that was allocated on the way.
+runs `shipped()` of that module in a process of its own, where a launch compiles for sm_90 and does nothing else. The
+function runs ops on tensors of the meta device, at users' sizes. So the arguments, options and grids are the ones that
+would be launched, and large buffers cost nothing. It returns every different kernel and grid, with ptxas's results, and
+the size of every tensor that was allocated on the way.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Launch:
         return -(-math.prod(self.grid) // (132 * at_once))
 
     def faults(self) -> list[str]:
-        """What an H100 would refuse, or be slow at."""
+        """List the properties that an H100 would refuse, or that would make it slow."""
         spilled = SPILLED.get(".".join(version("triton").split(".")[:2]), {})
         limits = {
             f"{self.shared} bytes of shared memory": self.shared > SHARED_MEMORY,

@@ -1,8 +1,8 @@
-"""Where there is no CUDA device, the kernels run in Triton's interpreter, which is numpy, for these tests alone.
+"""Fixtures for kernels. Without a CUDA device, kernels run in Triton's interpreter (numpy), for these tests alone.
 
-What is `triton.jit` is decided when a file is read. So the files of kernels, and with them the functions of Triton's
-own library that torch read before, are imported again while a module that uses `interpreter` runs, and once more after
-it. The tests of kernels are not collected where Triton cannot be had, which is off Linux.
+`triton.jit` decides when a file is imported. So the files of kernels, and the functions of Triton's own library that
+torch has imported, are imported again while a module that uses `interpreter` runs, and once more after it. The tests of
+kernels are not collected where Triton is unavailable, such as off Linux.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ def device() -> torch.device:
     ]
 )
 def everywhere() -> torch.device:
-    """As `device`, for tests that are also among those of the marker `gpu`."""
+    """Return the same device as `device`, for tests that also have the marker `gpu`."""
     return compute_device()

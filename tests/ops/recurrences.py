@@ -1,8 +1,8 @@
-"""What tests of recurrences share: each op's random inputs, what it computes by name, and rows cut into pieces.
+"""Helpers for tests of recurrences: each op's random inputs, its results by name, and rows cut into pieces.
 
-A recurrence takes tokens, parameters, the state before a row and its documents, and gives y and the state after the
-row. The fields' names say what is what: those with rows and tokens (`_BL`) are cut with a row, `state_...` is carried.
-An entry in RECURRENCES brings an op, in all its forms for a CPU, under the contract of `test_recurrences`.
+A recurrence takes tokens, parameters, the state before a row and its documents, and returns y and the state after the
+row. Field names give the kind: fields with rows and tokens (`_BL`) are cut with a row, `state_...` is carried. An entry
+in RECURRENCES puts an op, in all its forms for a CPU, under the contract of `test_recurrences`.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ RECURRENCES = (
 
 
 def floats(inputs: Inputs) -> dict[str, Tensor]:
-    """What has gradients, by name."""
+    """Return the inputs that have gradients, by name."""
     return {name: t for name, t in inputs._asdict().items() if t is not None and t.is_floating_point()}
 
 
@@ -243,7 +243,7 @@ def changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
 
 
 def exact(inputs: Inputs) -> Inputs:
-    """The same in float64."""
+    """Return the inputs in float64."""
     return changed(inputs, Tensor.double)
 
 
@@ -259,7 +259,7 @@ def run(op: Op[Any, Any], form: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def some_loss(y: Tensor, state: Tensor) -> Tensor:
-    """A loss in which every output and every entry of the final state has its own weight, which bf16 holds exactly."""
+    """Return a loss in which every output and every entry of the final state has its own weight, exact in bf16."""
     ramps = [torch.linspace(-64, 128, t.numel(), device=t.device).round().view_as(t) / 64 for t in (y, state)]
     return (ramps[0].to(y.dtype) * y).sum() + (ramps[1].to(state.dtype) * state).sum()
 
@@ -283,7 +283,10 @@ def documents_of(*lengths: int, rows: int = 2) -> Tensor:
 
 
 def assert_near_reference(op: Op[Any, Any], form: str, inputs: Inputs, tolerance: float) -> dict[str, Tensor]:
-    """A form for a GPU, on one if there is one, within a tolerance of each norm in float64; returns what it found."""
+    """Compare a GPU form with the float64 reference, within a tolerance for each norm, and return its results.
+
+    It runs on a GPU if there is one.
+    """
     device = compute_device()
     on_device = changed(inputs, lambda t: t.to(device))
     if inputs.documents_BL is not None:

@@ -1,4 +1,4 @@
-"""What torch.compile leaves as it is, whether or not its compiler was there when it was defined."""
+"""Functions that torch.compile leaves alone, whether or not its compiler was imported before they were defined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recurrences against flash-linear-attention's plain forms in torch, where that package is installed.
+"""The recurrences compared with flash-linear-attention's plain forms in torch, if that package is installed.
 
 They compute in fp32, token by token. Its kernels and its layers need Triton and a GPU: they are not compared, and of
 Mamba-3 it has no plain form.

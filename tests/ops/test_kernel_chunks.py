@@ -1,4 +1,4 @@
-"""What the planner takes for the tokens of the kernels' chunks is what the kernels have."""
+"""The planner's chunk sizes are the kernels' own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compiled kernels are read as: names of instructions and loops, of several together, each once."""
+"""Machine code of compiled kernels: instructions and loops, for several kernels together, each read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A token that is not finite reaches no other row and, where a form promises it, no other document.
+"""A token that is not finite reaches no other row and, if a form promises it, no other document.
 
 Forms by matrix products multiply unseen tokens with 0, which gives NaN if they are not finite. Attention, and the
 chunked forms of states that are matrices, therefore keep rows apart, but not the documents of a row.

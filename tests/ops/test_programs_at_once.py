@@ -1,4 +1,4 @@
-"""Backward passes of norms fill an H100 at every width that recipes have, by the grids with which they are launched."""
+"""Backward passes of norms fill an H100 at every recipe's width, by their launch grids."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_these_are_the_widths_of_recipes() -> None:
 
 
 def launches_of(backward: str, call: Any) -> list[tuple[int, int, dict[str, Any]]]:
-    """Programs, warps of each and arguments of every launch of a kernel, as `call` would make them."""
+    """Return programs, warps and arguments for every launch of a kernel that `call` would make."""
     pytest.importorskip("triton")
     from hybridtron.ops.kernel_launch import recorded_launches
 

@@ -1,4 +1,4 @@
-"""What holds for every recurrence in every form: its gradients, its reference, and itself cut into pieces."""
+"""Properties of every recurrence in every form: its gradients, its reference, and its results in pieces."""
 
 from __future__ import annotations
 

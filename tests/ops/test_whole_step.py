@@ -23,7 +23,7 @@ FORMS = dict.fromkeys(("selective_scan", "causal_conv", "ssd_scan", "rms_norm", 
 
 
 def step(pattern: str, dtype: torch.dtype, device: torch.device, forms: dict[str, str]) -> dict[str, Tensor]:
-    """The loss of some tokens and of as many after them, states passed on; every gradient, by the weight's name."""
+    """Return the loss over two equal parts of a row, with states passed on, and every gradient by weight name."""
     torch.manual_seed(1)
     model = small_model(pattern, dtype).to(device)
     batch = random_batch(rows=1, length=2 * TOKENS).to(device)

@@ -45,7 +45,7 @@ def inputs(length: int = 18, heads: int = 4, groups: int = 2, dtype: torch.dtype
 
 
 def memory_of(lengths: tuple[int, int], groups: int = 2, size: int = 7) -> AttentionMemory:
-    """A memory of `size` entries whose padding holds numbers that would be noticed."""
+    """Return a memory of `size` entries. Its padding holds random numbers, so that their use would be noticed."""
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(2, size, groups, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     return AttentionMemory(keys.requires_grad_(), values.requires_grad_(), torch.tensor(lengths))
@@ -236,7 +236,7 @@ def test_no_bit_leaks_between_documents(form: str, window: int | None, with_memo
 
 @pytest.mark.parametrize(("window", "documents"), [(32, False), (32, True), (None, True)])
 def test_blocked_keeps_little(window: int | None, documents: bool) -> None:
-    """What is kept for backward does not grow with the square of the length."""
+    """Memory saved for backward does not grow with the length's square."""
     length = 1024
     blocked.BLOCK = 32  # set back by the fixture
     tensors = inputs(length, 2, 1, torch.float32)

@@ -71,7 +71,7 @@ def listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_tiles_are_those_of_the_mask(length: int, documents: str) -> None:
-    """Left out is what nobody sees, unmasked what all see; the keys' lists are the queries' turned around."""
+    """Tiles without visible pairs are left out, full ones unmasked; the keys' lists are the transposed ones."""
     for window, remembered in itertools.product(WINDOWS, MEMORIES):
         numbers = documents_of(documents, length)
         memory = memory_of(remembered)

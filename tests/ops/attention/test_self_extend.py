@@ -25,7 +25,7 @@ THEIRS = {
 
 
 def rotated(x_LHK: Tensor, positions_L: Tensor, scale: str | None) -> Tensor:
-    """By transformers."""
+    """Rotate by transformers' own functions."""
     config = LlamaConfig(
         hidden_size=HEADS * SIZE, num_attention_heads=HEADS, rope_parameters=dict(THEIRS[scale]),
         max_position_embeddings=64,
@@ -35,7 +35,7 @@ def rotated(x_LHK: Tensor, positions_L: Tensor, scale: str | None) -> Tensor:
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, by: SelfExtendOptions, scale: str | None) -> Tensor:
-    """Of one document: the equations of the paper, for each query."""
+    """Compute one document's output by the paper's equations, query by query."""
     places = torch.arange(len(q))
     share = HEADS // GROUPS
     k = k.repeat_interleave(share, 1)

@@ -44,7 +44,7 @@ def computed(form: str, inputs: dict[str, Tensor | None], documents: Tensor | No
 
 
 def some_loss(y: Tensor, tail: Tensor) -> Tensor:
-    """A loss in which every output has its own weight, which bf16 holds exactly."""
+    """Return a loss in which every output has its own weight, exact in bf16."""
     parts = [(torch.arange(t.numel(), device=t.device) % 61 - 23).to(t.dtype).view_as(t) * t for t in (y, tail)]
     return (parts[0] / 16).sum() + (parts[1] / 16).sum()
 
@@ -102,7 +102,7 @@ def test_bf16_is_summed_in_fp32_and_repeats_bit_for_bit(everywhere: torch.device
 
 @pytest.mark.usefixtures("_small_tiles")
 def test_rows_and_tokens_may_lie_in_any_order(everywhere: torch.device) -> None:
-    """As in a mixer: sequence first in memory, a part of a wider projection, and channels apart."""
+    """Use a mixer's layouts: sequence first in memory, a part of a wider projection, and channels apart."""
     inputs = random_inputs(channels=3, length=5, width=2, dtype=torch.float32)
     views = {
         "part of something wider, sequence first": torch.randn(5, 2, 6)[:, :, 3:],

@@ -1,6 +1,6 @@
-"""The delta rule against numbers worked out by hand and closed forms.
+"""The delta rule compared with numbers worked out by hand and closed forms.
 
-What holds for every recurrence is in `test_recurrences`.
+Tests for all recurrences are in `test_recurrences`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_strong_decays_neither_overflow_nor_blur_the_weak_ones(strength: float, 
 @GATES
 @pytest.mark.parametrize("form", FAST_FORMS)
 def test_one_key_again_and_again(form: str, gate: str) -> None:
-    """The triangle is as full as it can be, and steps of 2 turn a value over: what rounding adds grows by its size."""
+    """The triangular system is as full as possible, and steps of 2 flip a value: rounding errors grow with its size."""
     inputs = random_inputs(gate, rows=1, length=256, key=16, dtype=torch.float32)
     with torch.no_grad():
         inputs.k_BLHN.copy_(inputs.k_BLHN[:, :1].expand_as(inputs.k_BLHN))

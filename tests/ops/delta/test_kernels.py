@@ -89,7 +89,7 @@ def test_strong_decays_neither_overflow_nor_blur_the_weak_ones(strength: float, 
 @pytest.mark.slow
 @GATES
 def test_one_key_again_and_again(gate: str) -> None:
-    """The triangle is as full as it can be, and steps of 2 turn a value over: what rounding adds grows by its size."""
+    """The triangular system is as full as possible, and steps of 2 flip a value: rounding errors grow with its size."""
     inputs = inputs_of(gate, 1, 40, 1, 16, 4)
     with torch.no_grad():
         inputs.k_BLHN.copy_(inputs.k_BLHN[:, :1].expand_as(inputs.k_BLHN))

@@ -33,7 +33,7 @@ def test_as_many_are_dropped_as_should_be_and_the_rest_is_enlarged(share: float)
 
 
 def test_draws_do_not_depend_on_each_other() -> None:
-    """Of rows, places, channels, layers and steps that lie side by side: half of their draws agree, as of any two."""
+    """Draws of adjacent rows, places, channels, layers and steps agree in half of the cases, like independent ones."""
     gone = dropped(torch.ones(ROWS, LENGTH, CHANNELS), 0.5) == 0
     other = dropped(torch.ones(ROWS, LENGTH, CHANNELS), 0.5, seed=1) == 0
     neighbours = [gone.roll(shift, axis) for axis in range(3) for shift in (1, 3, 33)]

@@ -44,7 +44,7 @@ def test_in_bf16_it_drops_the_same() -> None:
 
 
 def shipped() -> None:
-    """What is launched at the sizes of recipes."""
+    """Launch the kernels at the sizes of recipes."""
     with torch.device("meta"):
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.empty(4096, 8, 2560, dtype=dtype, requires_grad=True)

@@ -62,7 +62,7 @@ def test_far_from_zero_nothing_is_lost(gate: str) -> None:
 
 
 def shipped() -> None:
-    """What is launched at the sizes of recipes."""
+    """Launch the kernels at the sizes of recipes."""
     with torch.device("meta"):
         for dtype in (torch.bfloat16, torch.float32):
             for op, inputs in GATES.values():

@@ -77,7 +77,7 @@ def test_any_heads_and_channels(heads: int, size: int) -> None:
 
 
 def test_bf16() -> None:
-    """The interpreter cuts off what does not fit: an error of up to 2^-7 of each value."""
+    """The interpreter truncates to bf16: an error of up to 2^-7 of each value."""
     assert_right(inputs(2, 3, 4, 8, torch.bfloat16), 2**-7)
 
 
@@ -107,7 +107,7 @@ def test_tokens_first_and_a_gate_that_lies_beside_others() -> None:
 
 
 def shipped() -> None:
-    """What is launched at the sizes of recipes."""
+    """Launch the kernels at the sizes of recipes."""
     with torch.device("meta"):
         for channels, groups in ((1024, 1), (4096, 8), (5120, 1)):
             y = torch.empty(16, 2048, channels, dtype=torch.bfloat16, requires_grad=True)

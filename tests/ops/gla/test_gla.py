@@ -1,6 +1,6 @@
-"""GLA's recurrence against numbers worked out by hand and other recurrences.
+"""GLA's recurrence compared with numbers worked out by hand and with other recurrences.
 
-What holds for every recurrence is in `test_recurrences`.
+Tests for all recurrences are in `test_recurrences`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_tokens_that_forget_all_see_themselves(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["chunked", "native"])
 def test_moderate_decays_at_every_token(form: str) -> None:
-    """e^-8 a token: a block's exponents are far apart, and what is near each other still counts."""
+    """With e^-8 a token, a block's exponents are far apart, and adjacent tokens still count for each other."""
     inputs = gla_inputs(rows=1, length=256, key=4, dtype=torch.float32)
     with torch.no_grad():
         inputs.g_BLHN.fill_(-1e-3)

@@ -60,7 +60,7 @@ def test_rows_about_a_chunk_long(length: int) -> None:
 
 @pytest.mark.slow
 def test_heads_that_are_no_power_of_2() -> None:
-    """Slices of 16 of 33 keys and 35 values, of which none is made for nothing."""
+    """Cut 33 keys and 35 values into slices of 16, without unused slices."""
     assert_near_reference(gla_scan, FORM, gla_inputs(1, 20, 1, 33, 35, torch.float32), TOLERANCE)
 
 
@@ -129,7 +129,7 @@ def test_what_it_does_not_support() -> None:
 
 
 def shipped() -> None:
-    """Forward and backward at the sizes of published models and of Sliding GLA, and at the largest that are taken."""
+    """Run forward and backward at the sizes of published models and of Sliding GLA, and at the largest allowed ones."""
     narrow = torch.bfloat16, torch.float16
     for dtype, key, value in ((narrow[0], 192, 384), *((d, 128, 256) for d in narrow), (torch.float32, KEYS, VALUES)):
         with torch.device("meta"):

@@ -28,7 +28,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def case(dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
-    """The stream (2, 5, D), the weight, labels and a mask, the same at every call; what is masked is no token."""
+    """Return the stream (2, 5, D), the weight, labels and a mask, equal at every call. Masked labels are not tokens."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(scale).to(dtype).requires_grad_()
@@ -157,7 +157,7 @@ def test_shares_of_the_vocabulary_are_joined(form: str) -> None:
 
 
 def joined(own: SoftmaxSums, theirs: SoftmaxSums) -> SoftmaxSums:
-    """Of both."""
+    """Join the sums of two vocabulary shards."""
     greatest = torch.maximum(own.greatest_C, theirs.greatest_C)
     sums = (each.sum_C * (each.greatest_C - greatest).exp() for each in (own, theirs))
     return SoftmaxSums(greatest, sum(sums, torch.zeros(())), own.picked_C + theirs.picked_C)
@@ -165,7 +165,10 @@ def joined(own: SoftmaxSums, theirs: SoftmaxSums) -> SoftmaxSums:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_holds_what_the_planner_counts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 600 tokens 100 at a time, and never all logits; besides what went in, a workspace and some values a token."""
+    """Of 600 tokens 100 have logits at a time.
+
+    Apart from the inputs, memory has a workspace and some values per token.
+    """
     tokens = 600
     width = 16
     vocabulary = 500

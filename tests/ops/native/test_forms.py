@@ -279,7 +279,7 @@ def test_the_bits_do_not_depend_on_the_threads(case: Case, rows: int, monkeypatc
 
 @CASES
 def test_rows_and_tokens_may_lie_in_any_order(case: Case) -> None:
-    """As in a mixer: sequence first in memory, and parts of wider projections."""
+    """Use a mixer's layouts: sequence first in memory, and parts of wider projections."""
     op, inputs = case(3, 20, 24)
     inputs = typed(inputs, torch.float32)
 
@@ -331,7 +331,7 @@ def test_the_softmax_of_a_loss(size: int, z_loss: float, dtype: torch.dtype, clo
 
 
 def test_what_is_not_finite_stays_so() -> None:
-    """A number that is none reaches the loss, so that the step is refused."""
+    """A value that is not finite reaches the loss, so that the step is refused."""
     for value in (torch.nan, torch.inf):
         op, inputs = scan(1, 5, 3)
         x = inputs.x_BLE.float()

@@ -1,4 +1,4 @@
-"""The compiled library on other kinds of machine: its flags, what older CPUs compute, how many threads."""
+"""The compiled library on other kinds of machine: its flags, results on older CPUs, and the number of threads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_each_kind_of_machine_has_its_flags(
 
 
 def test_a_compiler_that_does_not_know_the_cpu_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an older clang on a newer Mac: all ops run in torch alone, and the table says why."""
+    """With an older clang on a newer Mac all ops run in torch alone, and the table gives the reason."""
     compiler = tmp_path / "old-clang"
     compiler.write_text("#!/bin/sh\necho \"error: unsupported argument 'native' to option '-mcpu='\" >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -116,7 +116,7 @@ def test_a_process_uses_as_many_threads_as_omp_says(threads: int) -> None:
 
 @pytest.mark.slow
 def test_in_float64_training_is_the_same_as_by_torch_alone() -> None:
-    """What the forms compute differs by rounding alone: where that is small, so are losses after many steps."""
+    """Compiled forms differ only by rounding: where that is small, so is the difference after many steps."""
     found = [losses(torch_alone()), losses({})]
     apart = max(abs(one - two) / one for one, two in zip(*found, strict=True))
     assert apart < 1e-11
@@ -124,7 +124,7 @@ def test_in_float64_training_is_the_same_as_by_torch_alone() -> None:
 
 
 def losses(forms: dict[str, str]) -> list[float]:
-    """Of 40 steps over two batches, with documents."""
+    """Return the losses of 40 steps over two batches, with documents."""
     torch.manual_seed(0)
     batches = [random_batch(3, 70, documents=[[70], [20, 50], [1, 68, 1]]) for _ in range(2)]
     model = small_model("M-W-S-F-", torch.float64)

@@ -30,7 +30,7 @@ NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, a library that is built in no time, and no memory of the one that this process has."""
+    """Provide an empty cache and a library that builds quickly, and forget the library loaded in this process."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "answer.cpp").write_text(ANSWER)

@@ -27,7 +27,7 @@ def four_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(form: str, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> list[Tensor]:
-    """y, and the gradients of x and of the weight."""
+    """Return y, and the gradients of x and the weight."""
     x = x.detach().requires_grad_()
     weight = weight.detach().requires_grad_()
     with force(rms_norm=form):
@@ -89,7 +89,7 @@ def test_the_same_bits_again() -> None:
 def sum_results(
     dtype: torch.dtype, shape: tuple[int, ...], stream: torch.dtype | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Sum, norm, and the gradients of both summands and of the weight; and in float64 the same, from the found sum on.
+    """Return the sum, the norm and all gradients, and the expected ones, in float64 from the computed sum on.
 
     Neither the second summand nor the gradients are contiguous. With a stream of its own type the weight is of `dtype`.
     """
@@ -125,7 +125,7 @@ def test_the_norm_of_a_sum(dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize("form", ["triton", "reference"])
 @pytest.mark.usefixtures("four_programs")
 def test_a_stream_in_fp32_with_what_bf16_layers_add(form: str) -> None:
-    """The stream and its gradient keep fp32's accuracy; what goes into a sub-layer and comes from it is bf16."""
+    """The stream and its gradient keep fp32's accuracy; a sub-layer's input and output are bf16."""
     with force(add_rms_norm=form):
         found, expected = sum_results(torch.bfloat16, (7, 100), torch.float32)
     assert [t.dtype for t in found] == [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
@@ -175,7 +175,7 @@ def test_what_it_does_not_support() -> None:
 
 
 def shipped() -> None:
-    """Forward and backward of rows from those of a tiny model to the longest that are taken."""
+    """Run forward and backward on rows from a tiny model's length to the maximum."""
     norm = rms_norm.named("triton").function
     summing = add_rms_norm.named("triton").function
     for dtype in (torch.bfloat16, torch.float32):

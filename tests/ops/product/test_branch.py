@@ -1,4 +1,4 @@
-"""A projection whose gradient is added where that of the input's other use lies, beside autograd's own sum."""
+"""A projection adds its gradient in place to that of the input's other use. The result equals autograd's own sum."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_channels_that_do_not_turn_are_unchanged() -> None:
 
 
 def shipped() -> None:
-    """What is launched at the sizes of recipes."""
+    """Launch the kernels at the sizes of recipes."""
     with torch.device("meta"):
         cos, sin = (torch.empty(8, 4096, 64) for _ in range(2))
         for dtype in (torch.bfloat16, torch.float32):

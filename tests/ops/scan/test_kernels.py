@@ -25,7 +25,7 @@ CHANNELS = 4608
 
 @pytest.fixture
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 8 tokens, tiles of 4, blocks of 4 channels, 2 parts of the chain at a time."""
+    """Use chunks of 8 tokens, tiles of 4, blocks of 4 channels, and 2 parts in the chain at a time."""
     from hybridtron.ops.scan import kernels as scan
     from hybridtron.ops.scan import kernels_backward as back
 
@@ -166,7 +166,10 @@ def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, 
 
 @pytest.mark.usefixtures("_small_tiles")
 def test_rows_and_tokens_may_lie_in_any_order(everywhere: torch.device) -> None:
-    """As in a mixer: sequence first in memory, x and z parts of one projection, B and C of another; channels apart."""
+    """Use a mixer's layouts.
+
+    The sequence is first in memory, x and z are parts of one projection, B and C of another, and channels are apart.
+    """
     x, z = torch.randn(5, 2, 6).transpose(0, 1).split(3, dim=2)
     B, C = torch.randn(5, 2, 4).transpose(0, 1).split(2, dim=2)
     dt = torch.randn(3, 2, 5).permute(1, 2, 0)

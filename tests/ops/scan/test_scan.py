@@ -1,4 +1,7 @@
-"""The selective scan against numbers worked out by hand; what holds for every recurrence is in `test_recurrences`."""
+"""The selective scan compared with numbers worked out by hand.
+
+Tests for all recurrences are in `test_recurrences`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ FORMS = pytest.mark.parametrize("form", ["reference", "chunked", "native"])
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 4 tokens, so that 11 tokens are two whole chunks of groups and a ragged one that goes one by one."""
+    """Use chunks of 4 tokens: 11 tokens are two full chunks of groups and a ragged one, taken token by token."""
     monkeypatch.setattr(chunked, "CHUNK", 4)
     monkeypatch.setattr(recurrence, "GROUP", 2)
 

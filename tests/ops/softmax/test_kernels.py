@@ -1,4 +1,4 @@
-"""The kernels of the head's loss: against the references in float64, and what they compile to."""
+"""The kernels of the head's loss: compared with the references in float64, and compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = pytest.mark.parametrize("size", [3, 4096, 4097, 9000])
 
 
 def case(size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Logits of five tokens, labels of which two are not here, and a mask; the last row counts nothing and is nan."""
+    """Return logits of five tokens, labels (two not in this shard) and a mask; the last row is nan and masked."""
     generator = torch.Generator().manual_seed(size)
     logits = (4 * torch.randn(5, size, generator=generator)).to(dtype)
     logits[0, size - 1] = 30.0  # a late greatest one

@@ -64,7 +64,7 @@ def chosen_for(cut: SpanCut, rule: ChoiceRule, q: Tensor, k: Tensor, v: Tensor) 
 
 
 def gradients(y: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The output, and the gradients of a linear function of it."""
+    """Return the output, and the gradients of a weighted sum over it."""
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     return [y.detach(), *torch.autograd.grad((y * weight).sum(), tensors)]
 

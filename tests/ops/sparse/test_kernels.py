@@ -47,7 +47,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def inputs_of(
     budget: Budget, length: int, remembered: int = 0, borders: float = 0.0, values: int = 3, ties: bool = False
 ) -> SparseInputs:
-    """In float64, of numbers that fp32 has; after `remembered` tokens, of which is kept what a mixer keeps."""
+    """Return float64 inputs with fp32's digits, after `remembered` tokens; a mixer's memory keeps some of these."""
     row = random_row(remembered + length, 2, borders, ties)
     row = row._replace(v_RLP=torch.randn(2, remembered + length, values, dtype=torch.float64))
     q, k, v, scores = (x.detach().float().double() for x in row[:4])
@@ -75,7 +75,7 @@ def inputs_of(
 
 
 def computed(form: str, inputs: SparseInputs, dtype: torch.dtype) -> list[Tensor]:
-    """y, and gradients of a random sum of it."""
+    """Return y, and the gradients of a random weighted sum over it."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs[:3])
     with force(sparse_attention=form):
         y = sparse_attention(SparseInputs(q, k, v, inputs.seen))

@@ -1,4 +1,4 @@
-"""The ranking loss of key selection, and what keys are scored by, against loops and numbers worked by hand."""
+"""The ranking loss of key selection, and key scores, compared with loops and numbers worked out by hand."""
 
 import math
 

@@ -43,7 +43,7 @@ MATRIX = hash_matrix(5, SIZE, HASHES, torch.device("cpu"))
 
 
 class Row(NamedTuple):
-    """What a mixer hands over: queries, keys and values, scores, documents that count up."""
+    """A mixer's tensors: queries, keys and values, scores, and documents that count up."""
 
     q_RLN: Tensor
     k_RLN: Tensor
@@ -80,7 +80,7 @@ def bins_of(x_RSN: Tensor, documents_RS: Tensor, budget: Budget) -> Tensor | Non
 
 
 def attend(row: Row, budget: Budget, memory: SparseMemory | None = None) -> tuple[Tensor, SparseMemory]:
-    """As a mixer does it: what is remembered is read before the row, and what later rows may see is kept."""
+    """Attend as a mixer does: read the memory before the row, and return the memory for later rows."""
     places_RL = places_of(row.documents_RL)
     scores = row.scores_RL if budget.best else None
     at_hand = joined(memory, SparseKeys(row.k_RLN, row.v_RLP, row.documents_RL, places_RL, scores))
@@ -145,7 +145,7 @@ def test_the_mask_is_the_papers(name: str, ties: bool) -> None:
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_tiles_are_the_reference(name: str) -> None:
-    """Rows shorter and longer than what is seen and than a tile, documents, ties."""
+    """Use rows shorter and longer than the budget and than a tile, documents, and ties."""
     for case, length in enumerate((1, 2, 5, 17, 63, 64, 65, 129, 190)):
         row = random_row(length, borders=(0, 0.05)[case % 2], ties=case % 3 == 0)
         assert_close(*(values_and_gradients(form, row, PATTERNS[name]) for form in ("tiled", "reference")))

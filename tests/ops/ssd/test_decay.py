@@ -1,6 +1,6 @@
-"""The recurrence in SSD by itself, against the scan and gated linear attention, and by Triton kernels.
+"""The recurrence in SSD by itself, compared with the scan and gated linear attention, and by Triton kernels.
 
-What holds for every recurrence is in `test_recurrences`.
+Tests for all recurrences are in `test_recurrences`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_with_steps_of_one_the_scan_is_this(form: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("form", ["reference", "chunked", "native"])
 def test_a_token_does_not_see_itself_by_the_step_of_later_ones(form: str, dtype: torch.dtype) -> None:
-    """Later steps change no bit of what a token sees of itself, within a chunk and at its end."""
+    """Later steps do not change a bit of a token's own contribution, within a chunk and at its end."""
     assert_unseen(form, 130, (0, 17, 63, 127), dtype)
 
 

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 by the mamba-ssm package, with a stand-in for it: what it is given, and what it is not."""
+"""The scan of Mamba-2 by a stand-in for the mamba-ssm package: calls that it gets, and calls that it does not."""
 
 from __future__ import annotations
 

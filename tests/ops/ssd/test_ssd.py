@@ -1,4 +1,7 @@
-"""The scan of Mamba-2 against numbers worked out by hand; what holds for every recurrence is in `test_recurrences`."""
+"""The scan of Mamba-2 compared with numbers worked out by hand.
+
+Tests for all recurrences are in `test_recurrences`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of angles, and of keys and queries that turn, against the references in float64: every gradient.
+"""The Triton kernels for angles and for rotated keys and queries: every gradient, compared with float64 references.
 
 Without CUDA they run in Triton's interpreter.
 """

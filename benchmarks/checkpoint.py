@@ -35,7 +35,9 @@ AFTER = 5  # timed steps after the start of an asynchronous save
 
 def checkpoint(report: BenchReport) -> None:
     if importlib.util.find_spec("psutil") is None:
-        raise Unusable("megatron-core's own checkpoint never returns without psutil: pip install psutil")
+        raise Unusable(
+            "megatron-core's own checkpoint never returns without psutil: pip install psutil", code="not-installed"
+        )
     width = report.pick(full=1024, quick=64)
     config = checked(["recipe=laptop", f"model.width={width}", "checkpoint.keep=1"])
     tokens_BT = torch.randint(config.model.vocab_size, (1, 65))

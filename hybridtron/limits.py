@@ -15,16 +15,30 @@ import re
 import typing
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hybridtron.problems import Problem, did_you_mean
-
-Limit = Callable[[Any], str | None]  # returns the fault of a value, or None if it is allowed
+from hybridtron.problems import Code, Problem, did_you_mean
 
 
-def must_be(fits: Callable[[Any], bool], rule: str, note: str = "") -> Limit:
+class Fault(NamedTuple):
+    """Fault of a value: its kind, and the message."""
+
+    code: Code
+    message: str
+
+
+Limit = Callable[[Any], Fault | None]  # returns the fault of a value, or None if it is allowed
+
+
+def must_be(fits: Callable[[Any], bool], rule: str, note: str = "", *, code: Code = "out-of-range") -> Limit:
     """Build a limit with messages such as `is 0, must be at least 1 (leave it out for all)`."""
-    return lambda value: None if fits(value) else f"is {value!r}, must be {rule}{f' ({note})' if note else ''}"
+
+    def fault(value: Any) -> Fault | None:
+        if fits(value):
+            return None
+        return Fault(code, f"is {value!r}, must be {rule}{f' ({note})' if note else ''}")
+
+    return fault
 
 
 def at_least(least: float, note: str = "") -> Limit:
@@ -48,7 +62,7 @@ def from_zero_to_one(note: str) -> Limit:
 
 
 def matching(pattern: str, form: str) -> Limit:
-    return must_be(lambda text: re.fullmatch(pattern, text) is not None, form)
+    return must_be(lambda text: re.fullmatch(pattern, text) is not None, form, code="malformed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +71,11 @@ class OneOf:
 
     names: Collection[str]
 
-    def __call__(self, value: str) -> str | None:
+    def __call__(self, value: str) -> Fault | None:
         if value in self.names:
             return None
-        return f"is {value!r}{did_you_mean(value, self.names)}, must be one of {', '.join(self.names)}"
+        near = did_you_mean(value, self.names)
+        return Fault("unknown-name", f"is {value!r}{near}, must be one of {', '.join(self.names)}")
 
 
 def one_of(names: Collection[str]) -> Limit:
@@ -68,24 +83,24 @@ def one_of(names: Collection[str]) -> Limit:
 
 
 def not_empty(cure: str) -> Limit:
-    return lambda value: None if value.strip() else f"is empty: {cure}"
+    return lambda value: None if value.strip() else Fault("missing", f"is empty: {cure}")
 
 
 def readable_by(parse: Callable[[str], int], least: int = 1) -> Limit:
     """Build a limit on text that `parse` must turn into a number of at least `least`."""
 
-    def wrong(text: str) -> str | None:
+    def fault(text: str) -> Fault | None:
         try:
             if parse(text) >= least:
                 return None
-            return f"is {text}, must be at least {least}"
         except ValueError as error:
-            return str(error)
+            return Fault("malformed", str(error))
+        return Fault("out-of-range", f"is {text}, must be at least {least}")
 
-    return wrong
+    return fault
 
 
-def possible_path(path: str) -> str | None:
+def possible_path(path: str) -> Fault | None:
     """Limit on paths: return a fault if no file can have this path. The file need not exist."""
     try:
         Path(path).stat()
@@ -96,14 +111,14 @@ def possible_path(path: str) -> str | None:
             why = error.strerror
         else:
             why = str(error)
-        return f"is {shortened(path)!r}, which can't be a path: {why}"
+        return Fault("malformed", f"is {shortened(path)!r}, which can't be a path: {why}")
     return None
 
 
 def path_of(text: str) -> Path:
     """Parse a path, for argparse. Refuses text that can't be a path."""
-    if (wrong := possible_path(text)) is not None:
-        raise argparse.ArgumentTypeError(wrong)
+    if (fault := possible_path(text)) is not None:
+        raise argparse.ArgumentTypeError(fault.message)
     return Path(text)
 
 
@@ -117,7 +132,7 @@ def limit_problems(value: Any, key: str = "", limits: tuple[Limit, ...] = ()) ->
         inner = [(index, entry, limits) for index, entry in enumerate(value)]
     else:
         of_value = () if value is None else limits
-        yield from (Problem(key, wrong) for limit in of_value if (wrong := limit(value)))
+        yield from (Problem(key, *fault) for limit in of_value if (fault := limit(value)))
         return
     for name, member, member_limits in inner:
         yield from limit_problems(member, f"{key}.{name}" if key else str(name), member_limits)
@@ -135,7 +150,7 @@ def disordered(options: object, low: str, high: str) -> Iterator[Problem]:
     least = getattr(options, low)
     most = getattr(options, high)
     if not 0 < least < most:
-        yield Problem(low, f"is {least}, must be above 0 and below {high}={most}")
+        yield Problem(low, "out-of-range", f"is {least}, must be above 0 and below {high}={most}")
 
 
 def divisors_near(whole: int, size: int) -> list[int]:

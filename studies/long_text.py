@@ -116,7 +116,8 @@ def held_out_rows(data: DataConfig, tokens: int, rows: int) -> Tensor:
     ]
     if not spans:
         raise Unusable(
-            f"{data.path}: all of its held-out text is shorter than the {tokens} tokens that are read at once"
+            f"{data.path}: all of its held-out text is shorter than the {tokens} tokens that are read at once",
+            code="does-not-fit",
         )
     return torch.from_numpy(gather(stores, spans, sources.dtype, joined=True).tokens_BT.astype("int64"))
 

@@ -133,7 +133,7 @@ class Results:
             return Result(Trained.read(record["trained"]), record["found"], record["minutes"], record["commit"])
         if record and self.kept is not None:
             cure = "remove it, or name another folder with --results"
-            raise Unusable(f"{path} has other {' and '.join(changed)}: {cure}")
+            raise Unusable(f"{path} has other {' and '.join(changed)}: {cure}", code="changed")
         return None
 
     def measure(self, name: str, part: Part, run: SweepRun) -> None:

@@ -74,7 +74,7 @@ def conduct(chosen: argparse.Namespace, planned: Callable[[], Plan], write: Writ
             measure(name, part, runs, results=results, console=console)
         finished = found_in(plan, results)
         if not any(finished.values()):
-            raise Unusable(f"{chosen.runs}: no run has finished")
+            raise Unusable(f"{chosen.runs}: no run has finished", code="no-file")
         chosen.output.mkdir(parents=True, exist_ok=True)
         write(finished, state(plan, finished) + taken(chosen.results, earlier), chosen.output)
     except Unusable as error:

@@ -165,9 +165,9 @@ def adapter_problems(table: Mapping[str, Parameter], adapters: AdaptersConfig) -
     names = [key for name, weight in projections.items() for key in dict.fromkeys((name, *weight.stored(name)))]
     projection_names = list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", name) for name in names))
     if not adapters.weights:
-        yield Problem("weights", f"is empty: name projections; there are {', '.join(projection_names)}")
+        yield Problem("weights", "missing", f"is empty: name projections; there are {', '.join(projection_names)}")
     for pattern in adapters.weights:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = did_you_mean(pattern, projection_names)
             what = f"has {pattern!r}, which is the name of no projection{hint}; there are {', '.join(projection_names)}"
-            yield Problem("weights", what)
+            yield Problem("weights", "unknown-name", what)

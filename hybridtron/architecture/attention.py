@@ -199,27 +199,29 @@ class HeadsSpec(MixerSpec):
         if self.head_dim is None and (input_width := self.input_width(model)) % self.heads:
             fitting = f"{choice(divisors_near(input_width, self.heads))}, or set head_dim"
             what = "twice " * self.feeds_next + f"model.width={model.width}"
-            yield Problem("heads", f"is {self.heads}, must divide {what}: {fitting}")
+            yield Problem("heads", "not-divisible", f"is {self.heads}, must divide {what}: {fitting}")
         elif self.positions is not None:
             yield from self._rotary_problems(model)
         if self.positions is not None:
-            yield from (Problem(f"rope.{p.key}", p.message) for p in self.positions.problems())
+            yield from (problem.below("rope") for problem in self.positions.problems())
         if self.heads % self.groups():
             fitting = choice(divisors_near(self.heads, self.groups()))
-            yield Problem("kv_heads", f"is {self.kv_heads}, must divide heads={self.heads}: {fitting}")
+            yield Problem("kv_heads", "not-divisible", f"is {self.kv_heads}, must divide heads={self.heads}: {fitting}")
         if self.conv is None and (self.conv_bias or not self.conv_silu):
             name = "conv_bias" if self.conv_bias else "conv_silu"
-            yield Problem(name, f"is {getattr(self, name)}, but there is no convolution: set conv, or leave it")
+            yield Problem(
+                name, "needs-other-key", f"is {getattr(self, name)}, but there is no convolution: set conv, or leave it"
+            )
 
     def _rotary_problems(self, model: ModelSizes) -> Iterator[Problem]:
         """Check that rotary positions can rotate pairs of a head's channels."""
         head = self.head(model)
         if self.rotary_dim is None:
             if head % 2:
-                yield Problem("head_dim", f"is {head}, must be even for rotary positions")
+                yield Problem("head_dim", "not-divisible", f"is {head}, must be even for rotary positions")
         elif self.rotary_dim % 2 or not 2 <= self.rotary_dim <= head:
             limits = f"must be even, and from 2 to the head's {head} channels"
-            yield Problem("rotary_dim", f"is {self.rotary_dim}, {limits}")
+            yield Problem("rotary_dim", "out-of-range", f"is {self.rotary_dim}, {limits}")
 
 
 @dataclass(frozen=True)
@@ -270,10 +272,12 @@ class AttentionSpec(HeadsSpec):
         if self.window is not None and self.window > max_seq_len:
             longest = f"larger than the longest sequence of any phase ({max_seq_len})"
             cure = f"leave it out for full attention, or use at most {max_seq_len}"
-            yield Problem("window", f"is {self.window}, {longest}: {cure}")
+            yield Problem("window", "out-of-range", f"is {self.window}, {longest}: {cure}")
         if self.self_extend is not None and (self.window is not None or self.positions is None):
             if self.window is not None:
                 why = f"window={self.window}"
             else:
                 why = "rope=none"
-            yield Problem("self_extend", f"is for full attention with rotary positions, not for {why}: leave it out")
+            yield Problem(
+                "self_extend", "conflict", f"is for full attention with rotary positions, not for {why}: leave it out"
+            )

@@ -294,7 +294,11 @@ class MixerSpec(PlaceSpec, ABC):
         ]
         if uneven:  # report one weight: the same option fixes the others
             option = self.width_option or "kind"
-            yield Problem(option, f"is {getattr(self, option)} ({uneven[0]}), which {tensor} ranks can't share evenly")
+            yield Problem(
+                option,
+                "not-divisible",
+                f"is {getattr(self, option)} ({uneven[0]}), which {tensor} ranks can't share evenly",
+            )
 
     def describe(self) -> str:
         """Return the options that differ from their defaults, for tables: `window=2048 kv_heads=4`."""

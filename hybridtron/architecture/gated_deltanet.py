@@ -50,9 +50,11 @@ class GatedDeltaNetSpec(DeltaRuleSpec):
         yield from super().problems(model, max_seq_len)
         if self.heads % self.num_key_heads:
             fitting = choice(divisors_near(self.heads, self.num_key_heads))
-            yield Problem("key_heads", f"is {self.key_heads}, must divide heads={self.heads}: {fitting}")
+            yield Problem(
+                "key_heads", "not-divisible", f"is {self.key_heads}, must divide heads={self.heads}: {fitting}"
+            )
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
         yield from (problems := list(super().layout_problems(model, tensor)))
         if not problems and self.num_key_heads % tensor:
-            yield Problem("key_heads", f"is {self.key_heads}, which {tensor} ranks can't share evenly")
+            yield Problem("key_heads", "not-divisible", f"is {self.key_heads}, which {tensor} ranks can't share evenly")

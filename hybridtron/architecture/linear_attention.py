@@ -135,8 +135,10 @@ class LinearAttentionSpec(MixerSpec):
     def _uneven(self, option: str, expand: str, channels: int) -> Problem:
         heads = getattr(self, option)
         whole = f"the {channels} channels that {expand}={getattr(self, expand)} makes"
-        return Problem(option, f"is {heads}, must divide {whole}: {choice(divisors_near(channels, heads))}")
+        return Problem(
+            option, "not-divisible", f"is {heads}, must divide {whole}: {choice(divisors_near(channels, heads))}"
+        )
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
         if self.heads % tensor:  # even if the channels could be divided
-            yield Problem("heads", f"is {self.heads}, which {tensor} ranks can't share evenly")
+            yield Problem("heads", "not-divisible", f"is {self.heads}, which {tensor} ranks can't share evenly")

@@ -211,7 +211,11 @@ def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterato
     heads = inner // head_dim
     if inner % head_dim:
         channels = f"the {inner} inner channels (expand={expand} times model.width={width})"
-        yield Problem("head_dim", f"is {head_dim}, must divide {channels}: {choice(divisors_near(inner, head_dim))}")
+        yield Problem(
+            "head_dim",
+            "not-divisible",
+            f"is {head_dim}, must divide {channels}: {choice(divisors_near(inner, head_dim))}",
+        )
     else:
         yield from uneven_groups(heads, groups)
 
@@ -220,4 +224,4 @@ def uneven_groups(heads: int, groups: int) -> Iterator[Problem]:
     """Check that groups divide the heads."""
     if heads % groups:
         fitting = choice(divisors_near(heads, groups))
-        yield Problem("groups", f"is {groups}, must divide the {heads} heads: {fitting}")
+        yield Problem("groups", "not-divisible", f"is {groups}, must divide the {heads} heads: {fitting}")

@@ -151,5 +151,7 @@ class Mamba3Spec(MixerSpec):
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from uneven_heads(model.width, self.expand, self.head_dim, self.groups)
         if not self.angles:
-            yield Problem("turned", f"is {self.turned}, which of state={self.state} is no pair of entries")
+            yield Problem(
+                "turned", "not-divisible", f"is {self.turned}, which of state={self.state} is no pair of entries"
+            )
         yield from disordered(self, "dt_min", "dt_max")

@@ -51,13 +51,15 @@ def _feeder_problems(
     reader = specs.get(following) if following is not None else None
     what = f"has {letter}, whose output the next sub-layer alone reads, "
     if following is None:
-        yield Problem("model.pattern", f"{what}at its end: put another behind it")
+        yield Problem("model.pattern", "misplaced", f"{what}at its end: put another behind it")
     elif reader is not None and (reader.feeds_next or reader.norm_after or reader.beside):
-        yield Problem("model.pattern", f"{what}before {following}, which can't: put another between them")
+        yield Problem("model.pattern", "misplaced", f"{what}before {following}, which can't: put another between them")
     elif at_border:
-        yield Problem("model.pattern", f"{what}before a stage border: move the border")
+        yield Problem("model.pattern", "misplaced", f"{what}before a stage border: move the border")
     if letter == ".":
-        yield Problem(f"model.layers.{letter}", "names weights that its places share: use another letter")
+        yield Problem(
+            f"model.layers.{letter}", "unsupported", "names weights that its places share: use another letter"
+        )
 
 
 def _beside_problems(
@@ -68,13 +70,19 @@ def _beside_problems(
     first = specs.get(before) if before is not None else None
     if spec.norm_after:
         yield Problem(
-            f"model.layers.{letter}.beside", "is true, which does not go with norm_after: leave one of them out"
+            f"model.layers.{letter}.beside",
+            "conflict",
+            "is true, which does not go with norm_after: leave one of them out",
         )
         return
     what = f"has {letter}, which reads what the sub-layer before it reads, "
     if before is None:
-        yield Problem("model.pattern", f"{what}at its start: put another before it")
+        yield Problem("model.pattern", "misplaced", f"{what}at its start: put another before it")
     elif first is not None and first.norm_after:
-        yield Problem("model.pattern", f"{what}behind {before}, which has no norm before it: put another between them")
+        yield Problem(
+            "model.pattern",
+            "misplaced",
+            f"{what}behind {before}, which has no norm before it: put another between them",
+        )
     elif at_border:
-        yield Problem("model.pattern", f"{what}behind a stage border: move the border")
+        yield Problem("model.pattern", "misplaced", f"{what}behind a stage border: move the border")

@@ -41,4 +41,8 @@ class RetNetSpec(LinearAttentionSpec):
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from (problems := list(super().problems(model, max_seq_len)))
         if not problems and (keys := self.head_sizes(model)[0]) % 2:
-            yield Problem("heads", f"is {self.heads}, which makes heads of {keys} keys: rotary positions turn pairs")
+            yield Problem(
+                "heads",
+                "not-divisible",
+                f"is {self.heads}, which makes heads of {keys} keys: rotary positions turn pairs",
+            )

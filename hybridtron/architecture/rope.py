@@ -82,11 +82,13 @@ class RopeOptions:
                 fact = f"scale is {self.scale}"
             else:
                 fact = "there is no scale"
-            yield Problem(name, f"is {chosen[name]}, but {fact}: leave it out, or use scale={' or '.join(owners)}")
+            yield Problem(
+                name, "no-effect", f"is {chosen[name]}, but {fact}: leave it out, or use scale={' or '.join(owners)}"
+            )
         meanings = {"factor": "how many times as long rows are to be, such as 4.0", "original": "as in original=8192"}
         for name, meaning in meanings.items():
             if name in used and getattr(self, name) is None:
-                yield Problem(name, f"must be set for scale={self.scale}: {meaning}")
+                yield Problem(name, "missing", f"must be set for scale={self.scale}: {meaning}")
         yield from disordered(self, "low", "high")
         yield from disordered(self, "slow", "fast")
 

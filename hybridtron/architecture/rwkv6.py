@@ -145,4 +145,6 @@ class RWKV6Spec(MixerSpec):
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         if model.width % self.head_dim:
             fitting = choice(divisors_near(model.width, self.head_dim))
-            yield Problem("head_dim", f"is {self.head_dim}, must divide model.width={model.width}: {fitting}")
+            yield Problem(
+                "head_dim", "not-divisible", f"is {self.head_dim}, must divide model.width={model.width}: {fitting}"
+            )

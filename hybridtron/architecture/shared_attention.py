@@ -110,11 +110,11 @@ class SharedBlockSpec(HeadsSpec):
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from super().problems(model, max_seq_len)
         if self.norm_after:
-            yield Problem("norm_after", "is true, but what this makes enters no stream: leave it out")
+            yield Problem("norm_after", "unsupported", "is true, but what this makes enters no stream: leave it out")
         without = {"conv": None, "qk_norm": "none", "scale": None, "beside": False, "output_multiplier": 1.0}
         for option, default in without.items():
             if (value := getattr(self, option)) != default:
-                yield Problem(option, f"is {value}, which shared attention does not have: leave it out")
+                yield Problem(option, "unsupported", f"is {value}, which shared attention does not have: leave it out")
 
 
 @dataclass(frozen=True)

@@ -155,40 +155,48 @@ class SpanSpec(HeadsSpec):
         if uneven and self.asks and self.relevance == "chunk":
             cure = "use relevance=previous_chunk, for which rows may end anywhere, or chunks that divide the rows"
             ends = f"but rows of {seq_len} tokens end inside chunks of {uneven}"
-            yield Problem("chunk", f"is {self.chunk}, {ends}: {cure}")
+            yield Problem("chunk", "not-divisible", f"is {self.chunk}, {ends}: {cure}")
 
     def surprises(self, carried: bool) -> Iterator[Problem]:
         if self.reads_in > 1:
             leak = "is span, but under relevance=chunk held-out losses depend on later tokens through the chosen blocks"
             cure = "which generation can't choose by: use relevance=previous_chunk, or eval=full"
-            yield Problem("eval", f"{leak}, {cure}")
+            yield Problem("eval", "reads-ahead", f"{leak}, {cure}")
         if self.remember and not carried:
             why = "no phase carries keys and values (states.mode=tbtt), and outside training all of a document is kept"
-            yield Problem("remember", f"is {self.remember} and has no effect: {why}")
+            yield Problem("remember", "no-effect", f"is {self.remember} and has no effect: {why}")
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
         yield from super().layout_problems(model, tensor)
         if self.asks and self.groups() % tensor and self.heads % tensor == 0:
             why = f"which {tensor} ranks can't share evenly, though the heads of each choose blocks together"
-            yield Problem("kv_heads", f"is {self.groups()}, {why}")
+            yield Problem("kv_heads", "not-divisible", f"is {self.groups()}, {why}")
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from super().problems(model, max_seq_len)
         sizes = self.chunks()
         if not sizes:
-            yield Problem("chunk", "is empty, must be at least 2, or a list of such numbers")
+            yield Problem("chunk", "missing", "is empty, must be at least 2, or a list of such numbers")
         elif max(sizes) > max_seq_len:
             cure = f"longer than the longest sequence of any phase ({max_seq_len}): use at most that"
-            yield Problem("chunk", f"is {self.chunk}, {cure}")
+            yield Problem("chunk", "out-of-range", f"is {self.chunk}, {cure}")
         elif math.gcd(*sizes) % self.block:
             fitting = choice(divisors_near(math.gcd(*sizes), self.block))
-            yield Problem("block", f"is {self.block}, must divide chunk={self.chunk}: {fitting}")
+            yield Problem("block", "not-divisible", f"is {self.block}, must divide chunk={self.chunk}: {fitting}")
         if self.remember and self.memory in ("none", "shifted"):
-            yield Problem("remember", f"is {self.remember}, but memory={self.memory} reads no blocks: use 0")
+            yield Problem(
+                "remember", "no-effect", f"is {self.remember}, but memory={self.memory} reads no blocks: use 0"
+            )
         elif self.remember % self.block:
             cure = f"must be a multiple of block={self.block} (0: nothing before the chunk under way)"
-            yield Problem("remember", f"is {self.remember}, {cure}")
+            yield Problem("remember", "not-divisible", f"is {self.remember}, {cure}")
         if self.memory == "shifted" and self.heads % 2:
-            yield Problem("heads", f"is {self.heads}, must be even for memory=shifted, which shifts half of them")
+            yield Problem(
+                "heads", "not-divisible", f"is {self.heads}, must be even for memory=shifted, which shifts half of them"
+            )
         if self.memory == "shifted" and any(size % 2 for size in sizes):
-            yield Problem("chunk", f"is {self.chunk}, must be even for memory=shifted, which shifts by half of it")
+            yield Problem(
+                "chunk",
+                "not-divisible",
+                f"is {self.chunk}, must be even for memory=shifted, which shifts by half of it",
+            )

@@ -186,31 +186,45 @@ class SparseOptions:
         """
         rules = PATTERNS[self.pattern]
         if self.keys % len(rules):
-            yield Problem("keys", f"is {self.keys}, must be even: the two rules of {self.pattern} share them equally")
+            yield Problem(
+                "keys",
+                "not-divisible",
+                f"is {self.keys}, must be even: the two rules of {self.pattern} share them equally",
+            )
         if "strided" in rules and self.stride is None:
             num_keys = self.keys // len(rules)
             what = f"must be set for {self.pattern}: the longest sequence divided by the {num_keys} keys of this rule"
-            yield Problem("stride", f"{what} ({max(1, max_seq_len // max(1, num_keys))})")
+            yield Problem("stride", "missing", f"{what} ({max(1, max_seq_len // max(1, num_keys))})")
         if "strided" not in rules and self.stride is not None:
-            yield Problem("stride", f"is {self.stride}, but {self.pattern} has no rule with a stride: leave it out")
+            yield Problem(
+                "stride", "no-effect", f"is {self.stride}, but {self.pattern} has no rule with a stride: leave it out"
+            )
         if not self.hashed and (self.hashes is not None or self.centre != "features"):
             key = "centre" if self.hashes is None else "hashes"
-            yield Problem(key, f"is {getattr(self, key)}, but {self.pattern} has no hash: leave it out")
+            yield Problem(key, "no-effect", f"is {getattr(self, key)}, but {self.pattern} has no hash: leave it out")
         if self.hashed and self.bins == "sign" and self.columns > 16:
-            yield Problem("hashes", f"is {self.columns}, must be at most 16 for bins=sign: 2^hashes bins")
+            yield Problem(
+                "hashes", "out-of-range", f"is {self.columns}, must be at most 16 for bins=sign: 2^hashes bins"
+            )
 
     def surprises(self) -> Iterator[Problem]:
         """Yield warnings about options whose effect is surprising."""
         if self.centre == "sequence":
             leak = "is sequence: every token's bin depends on later tokens, so that losses are not those of a language"
             yield Problem(
-                "centre", f"{leak} model, and generation differs from training; it only repeats published code"
+                "centre",
+                "reads-ahead",
+                f"{leak} model, and generation differs from training; it only repeats published code",
             )
 
     def carry_problems(self) -> Iterator[Problem]:
         """Yield problems that keep rows from continuing the state of others."""
         if self.centre == "sequence":
-            yield Problem("centre", "is sequence, for which a row must hold the whole document: use centre=features")
+            yield Problem(
+                "centre",
+                "reads-ahead",
+                "is sequence, for which a row must hold the whole document: use centre=features",
+            )
 
 
 @dataclass(frozen=True)
@@ -290,12 +304,12 @@ class RecurrenceSpec(MixerSpec):
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         if self.sparse is not None:
-            yield from (Problem(f"sparse.{p.key}", p.message) for p in self.sparse.problems(max_seq_len))
+            yield from (problem.below("sparse") for problem in self.sparse.problems(max_seq_len))
 
     def surprises(self, carried: bool) -> Iterator[Problem]:
         if self.sparse is not None:
-            yield from (Problem(f"sparse.{p.key}", p.message) for p in self.sparse.surprises())
+            yield from (problem.below("sparse") for problem in self.sparse.surprises())
 
     def carry_problems(self, seq_len: int) -> Iterator[Problem]:
         if self.sparse is not None:
-            yield from (Problem(f"sparse.{p.key}", p.message) for p in self.sparse.carry_problems())
+            yield from (problem.below("sparse") for problem in self.sparse.carry_problems())

@@ -100,7 +100,9 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
     for letter, options in model.layers.items():
         where = f"model.layers.{letter}"
         if len(letter) != 1 or letter.isspace() or letter in RESERVED:
-            problems.append(Problem(where, f"is no letter: use one character, not a space or one of {RESERVED}"))
+            problems.append(
+                Problem(where, "malformed", f"is no letter: use one character, not a space or one of {RESERVED}")
+            )
         try:
             specs[letter] = _spec(where, dict(options))
         except ConfigError as error:
@@ -109,10 +111,10 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
     try:
         pattern = parse(model.pattern, model.layers)
     except PatternError as error:
-        problems.append(Problem("model.pattern", str(error)))
+        problems.append(Problem("model.pattern", "malformed", str(error)))
     sizes = ModelSizes(model.width, len(pattern.letters) or 1)
     for letter, spec in specs.items() if model.width >= 1 else ():
-        problems += [Problem(f"model.layers.{letter}.{p.key}", p.message) for p in spec.problems(sizes, longest)]
+        problems += [problem.below(f"model.layers.{letter}") for problem in spec.problems(sizes, longest)]
     problems += place_problems(pattern, specs)
     if problems:
         raise ConfigError(problems)
@@ -124,14 +126,15 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
     kind = options.pop("kind", None)
     if kind not in SPECS:
         if kind is None:
-            what = "must be set"
+            fault = Problem(f"{where}.kind", "missing", f"must be set; {_known(SPECS)}")
         else:
-            what = f"is {kind!r}{did_you_mean(str(kind), SPECS)}"
-        raise ConfigError([Problem(f"{where}.kind", f"{what}; {_known(SPECS)}")])
+            hint = did_you_mean(str(kind), SPECS)
+            fault = Problem(f"{where}.kind", "unknown-name", f"is {kind!r}{hint}; {_known(SPECS)}")
+        raise ConfigError([fault])
     try:
         options = SPECS[kind].renamed(options)
     except ValueError as error:
-        raise ConfigError([Problem(f"{where}.{FORMER}", str(error))]) from error
+        raise ConfigError([Problem(f"{where}.{FORMER}", "conflict", str(error))]) from error
     if problems := _option_problems(SPECS[kind], kind, options, where):
         raise ConfigError(problems)
     spec = SPECS[kind](**options)
@@ -195,11 +198,15 @@ def _option_problems(schema: type, what: str, options: Mapping[str, Any], where:
         below = next((kind for kind in _alternatives(hints.get(name)) if dataclasses.is_dataclass(kind)), None)
         if name not in names:
             hint = did_you_mean(name, names)
-            problems.append(Problem(f"{where}.{name}", f"is no option of {what}{hint}; {_known(names)}"))
+            problems.append(
+                Problem(f"{where}.{name}", "unknown-name", f"is no option of {what}{hint}; {_known(names)}")
+            )
         elif isinstance(below, type) and isinstance(value, Mapping):
             problems += _option_problems(below, name, value, f"{where}.{name}")
         elif not _fits(value, hints[name]):
-            problems.append(Problem(f"{where}.{name}", f"is {value!r}, must be {_type_name(hints[name])}"))
+            problems.append(
+                Problem(f"{where}.{name}", "wrong-type", f"is {value!r}, must be {_type_name(hints[name])}")
+            )
     return problems
 
 

@@ -78,7 +78,7 @@ def restore_newest(
         if fault.key is None and not belongs_to(run_dir, checkpoint.folder):
             fault = RestoreFault(fault.what, "run.resume")
         if fault.key is not None:
-            raise ConfigError([Problem(fault.key, f"{fault.what}; name another checkpoint")])
+            raise ConfigError([Problem(fault.key, "unreadable", f"{fault.what}; name another checkpoint")])
         faults.append(fault.what)
         if engine.groups.is_first:
             print(f"BROKEN CHECKPOINT: {fault.what}; {archive_broken(checkpoint.folder)}", file=sys.stderr)
@@ -106,7 +106,7 @@ def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
     except BrokenCheckpoint as error:
         fault = str(error)
     if first_fault := next(filter(None, all_gather_values(fault)), None):
-        raise ConfigError([Problem(key, f"{first_fault}; name another checkpoint")])
+        raise ConfigError([Problem(key, "unreadable", f"{first_fault}; name another checkpoint")])
 
 
 def _archive_newer_broken(checkpoint: Checkpoint, run_dir: Path, first: bool) -> None:

@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
         module = importlib.import_module(f"{BENCHMARKS}.{file}")
         getattr(module, chosen.name)(report)
     except ModuleNotFoundError as error:
-        raise Unusable(missing("export") or str(error)) from error
+        raise Unusable(missing("export") or str(error), code="not-installed") from error
     if chosen.quick:
         report.goals.clear()  # tiny sizes don't measure speed
     suffix = "" if report.device == "cpu" else f"_{report.device}"

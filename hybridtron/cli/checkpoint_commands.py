@@ -36,7 +36,7 @@ def opened(path: Path) -> Checkpoint:
     try:
         return Checkpoint.open(checkpoints_at(path)[-1])
     except BrokenCheckpoint as error:
-        raise Unusable(str(error)) from error
+        raise Unusable(str(error), code="unreadable") from error
 
 
 def table_of(*columns: str) -> Table:
@@ -129,12 +129,12 @@ def resharded(chosen: argparse.Namespace) -> int:
 def fetched(chosen: argparse.Namespace) -> int:
     """Download a checkpoint from a mirror into a run's folder. Returns 1 if it is broken or the store fails."""
     if not chosen.url.startswith("s3://"):
-        raise Unusable(f"{chosen.url} is no mirror: give s3://BUCKET/PREFIX")
+        raise Unusable(f"{chosen.url} is no mirror: give s3://BUCKET/PREFIX", code="malformed")
     try:
         with RunLock(chosen.run):  # else a run in progress could mistake the incomplete download for its own checkpoint
             print(f"{download(chosen.url, chosen.run)}: fetched, every byte as it was written")
     except FileExistsError as error:
-        raise Unusable(str(error)) from error
+        raise Unusable(str(error), code="exists") from error
     except (BrokenCheckpoint, OSError, StorageError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -101,8 +101,8 @@ def require_consistent(parser: argparse.ArgumentParser, chosen: argparse.Namespa
     """Separate runs from layout settings. Options that contradict each other end the process with exit code 2."""
     chosen.layout = [word for word in (*chosen.paths, *(chosen.harness or ())) if word.startswith("parallel.")]
     words = [word for word in chosen.paths if word not in chosen.layout]
-    if wrong := next((wrong for word in words if (wrong := possible_path(word)) is not None), None):
-        parser.error(f"RUN {wrong}")
+    if fault := next(filter(None, map(possible_path, words)), None):
+        parser.error(f"RUN {fault.message}")
     chosen.paths = [Path(word) for word in words]
     chosen.harness = [word for word in chosen.harness or () if word not in chosen.layout]
     if chosen.instruments is not None:
@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> int:
     try:
         measure(checkpoints, chosen, console)
     except OSError as error:
-        raise Unusable(in_words(error, chosen.output)) from error
+        raise Unusable(in_words(error, chosen.output), code="unreadable") from error
     return 0
 
 
@@ -169,7 +169,9 @@ def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: 
     evaluations = []
     folders = {path: folder_for(path, checkpoint, chosen) for path, checkpoint in checkpoints.items()}
     if len(set(folders.values())) < len(chosen.paths):
-        raise Unusable("two of the runs have the same name and step, and so the same folder below --output")
+        raise Unusable(
+            "two of the runs have the same name and step, and so the same folder below --output", code="duplicate"
+        )
     for path, checkpoint in checkpoints.items():
         with served(checkpoint, layout(chosen.layout), chosen.self_extend, chosen.attention) as model:
             if chosen.output is None:

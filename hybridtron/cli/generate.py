@@ -121,7 +121,9 @@ def chat(checkpoint: Path, parallel: ParallelConfig, texts: list[str], chosen: a
     else:
         before = [{"role": "system", "content": chosen.system}]
     if not texts and launched().world_size > 1:
-        raise Unusable("--chat reads lines on one process: with several, name what to answer as --prompt")
+        raise Unusable(
+            "--chat reads lines on one process: with several, name what to answer as --prompt", code="unsupported"
+        )
     conversations = [[*before, user(text)] for text in texts]
     prompts, ends, stops = _checked(template, conversations or [[*before, user("a question")]])
     with served(checkpoint, parallel) as model:
@@ -200,7 +202,7 @@ def require_embeddings(model: Served, ids: list[int]) -> None:
     """Raise Unusable if a token id is beyond the model's vocabulary."""
     if (largest := max(ids)) >= (size := model.config.model.vocab_size):
         fault = f"token {largest} of its tokenizer.json is beyond model.vocab_size={size}"
-        raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's")
+        raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's", code="mismatch")
 
 
 def prompt_or_start(checkpoint: Path, tokenizer: Tokenizer, prompt: str) -> str:
@@ -210,13 +212,18 @@ def prompt_or_start(checkpoint: Path, tokenizer: Tokenizer, prompt: str) -> str:
     """
     if prompt:
         if not tokenizer.encode(prompt).ids:
-            raise Unusable(f"--prompt {prompt!r} has no token in the vocabulary of {checkpoint / 'tokenizer.json'}")
+            raise Unusable(
+                f"--prompt {prompt!r} has no token in the vocabulary of {checkpoint / 'tokenizer.json'}", code="missing"
+            )
         return prompt
     for name in DOCUMENT_STARTS:
         if tokenizer.token_to_id(name) is not None:
             return name
     looked_for = f"(looked for {', '.join(DOCUMENT_STARTS)})"
-    raise Unusable(f"{checkpoint / 'tokenizer.json'} names no token that starts a document {looked_for}: use --prompt")
+    raise Unusable(
+        f"{checkpoint / 'tokenizer.json'} names no token that starts a document {looked_for}: use --prompt",
+        code="missing",
+    )
 
 
 def prompt_file(path: Path) -> str:
@@ -226,7 +233,7 @@ def prompt_file(path: Path) -> str:
     try:
         text = read_regular(path, LARGEST_PROMPT).decode("utf-8")
     except (OSError, Unreadable, UnicodeDecodeError) as error:
-        raise Unusable(f"--prompt-file {path} can't be read: {error}") from error
+        raise Unusable(f"--prompt-file {path} can't be read: {error}", code="unreadable") from error
     if not text:
-        raise Unusable(f"--prompt-file {path} is empty")
+        raise Unusable(f"--prompt-file {path} is empty", code="missing")
     return text

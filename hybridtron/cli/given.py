@@ -33,13 +33,15 @@ def checkpoints_at(path: Path) -> list[Path]:
         else:
             kind = "a model for transformers"
         cure = f"`hybridtron import {path} --output DIR` makes a checkpoint of it, to be named here"
-        raise Unusable(f"{path} is {kind}, not a run nor a checkpoint: {cure}")
+        raise Unusable(f"{path} is {kind}, not a run nor a checkpoint: {cure}", code="unreadable")
     from hybridtron.checkpoint import folder  # imports torch, which a wrong path does without
 
     if checkpoints := folder.all_of(path):
         return checkpoints
     cure = "give a run's folder, which has checkpoints/step-..., or one of these"
-    raise Unusable(f"{path} holds no checkpoint: {cure}. A run writes its first one after checkpoint.every steps.")
+    raise Unusable(
+        f"{path} holds no checkpoint: {cure}. A run writes its first one after checkpoint.every steps.", code="no-file"
+    )
 
 
 def require_folder(path: Path, use: str) -> None:
@@ -51,14 +53,16 @@ def require_folder(path: Path, use: str) -> None:
     if path.is_dir():
         return
     if path.exists():
-        raise Unusable(f"{path} is not a folder")
+        raise Unusable(f"{path} is not a folder", code="unreadable")
     parts = path.parts
     if len(parts) != 2 or path.is_absolute() or Path(parts[0]).exists() or parts[0].startswith("."):
-        raise Unusable(f"{path} does not exist")
+        raise Unusable(f"{path} does not exist", code="no-file")
     cure = f"`hf download {path} --local-dir {parts[1]}` gets it"
     if use == "checkpoint":
         cure = f"{cure}, and `hybridtron import {parts[1]} --output DIR` makes a checkpoint of it"
-    raise Unusable(f"{path} does not exist. Nothing is fetched from a hub; if it is a model's name there, {cure}")
+    raise Unusable(
+        f"{path} does not exist. Nothing is fetched from a hub; if it is a model's name there, {cure}", code="no-file"
+    )
 
 
 def importable(path: Path) -> Path:
@@ -66,7 +70,9 @@ def importable(path: Path) -> Path:
     require_folder(path, "import")
     if (path / "manifest.json").exists() or (path / "checkpoints").is_dir():
         cure = f"run.weights={path} starts from it, and `hybridtron export {path} --output DIR` writes a model"
-        raise Unusable(f"{path} holds checkpoints already, and needs no import: {cure} for transformers")
+        raise Unusable(
+            f"{path} holds checkpoints already, and needs no import: {cure} for transformers", code="unsupported"
+        )
     return path
 
 
@@ -79,7 +85,9 @@ def newest_checkpoint(path: Path) -> Path:
 
     checkpoint = newest(path)
     if checkpoint is None:
-        raise Unusable(f"{path} holds no whole checkpoint; `hybridtron checkpoint verify {path}` says why")
+        raise Unusable(
+            f"{path} holds no whole checkpoint; `hybridtron checkpoint verify {path}` says why", code="unreadable"
+        )
     return checkpoint.folder
 
 
@@ -95,13 +103,13 @@ def bytes_of(option: str, text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise Unusable(f"{option} {text}: {error}") from error
+        raise Unusable(f"{option} {text}: {error}", code="malformed") from error
 
 
 def not_there_yet(output: Path) -> Path:
     """Return the path of an output folder. Raises Unusable if it exists."""
     if output.exists():
-        raise Unusable(f"{output} is there already; name a folder that is not")
+        raise Unusable(f"{output} is there already; name a folder that is not", code="exists")
     return output
 
 

@@ -36,10 +36,10 @@ def main(arguments: list[str]) -> int:
     require_format(output)
     metrics = chosen.run / "metrics.jsonl"
     if not metrics.is_file():
-        raise Unusable(f"{chosen.run} is not the folder of a run: it has no metrics.jsonl")
+        raise Unusable(f"{chosen.run} is not the folder of a run: it has no metrics.jsonl", code="no-file")
     lines = read_lines(metrics)
     if not lines:
-        raise Unusable(f"{metrics} holds no step yet")
+        raise Unusable(f"{metrics} holds no step yet", code="missing")
     draw(chosen.run.resolve().name, lines, output)
     print(output)
     return 0

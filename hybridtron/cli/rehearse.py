@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
     with to_be_found(packages):
         require(config, world)
     if chosen.rank != "all" and not (chosen.rank.isdigit() and int(chosen.rank) < world):
-        raise Unusable(f"--rank {chosen.rank}: give a number from 0 to {world - 1}, or `all`")
+        raise Unusable(f"--rank {chosen.rank}: give a number from 0 to {world - 1}, or `all`", code="out-of-range")
     for warning in warnings(config):
         print(f"note: {warning}", file=sys.stderr)
     phase = largest_phase(config)

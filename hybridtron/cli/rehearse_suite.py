@@ -46,15 +46,17 @@ def main(arguments: list[str]) -> int:
     """Rehearse the cases that are not recorded yet, and write the page. Returns the exit code."""
     chosen = parse(arguments)
     if unknown := sorted(set(chosen.only) - set(choices_of("recipe"))):
-        raise Unusable(f"--only {unknown[0]}: no such recipe")
+        raise Unusable(f"--only {unknown[0]}: no such recipe", code="unknown-name")
     index, _, count = chosen.part.partition("/")
     if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
-        raise Unusable(f"--part {chosen.part}: give I/N, such as 1/2")
+        raise Unusable(f"--part {chosen.part}: give I/N, such as 1/2", code="malformed")
     demand("rehearse")
     checkout = pages()
     output = chosen.output or (checkout and checkout / "rehearse.md")
     if output is None:
-        raise Unusable("--output FILE is needed where there is no checkout, whose benchmarks/ the page would go to")
+        raise Unusable(
+            "--output FILE is needed where there is no checkout, whose benchmarks/ the page would go to", code="missing"
+        )
     records = suite.SuiteRecords(output.with_suffix(".jsonl"))
     cases = suite.slice_of(suite.all_cases(chosen.only), int(index) - 1, int(count), "")
     todo = suite.missing(cases, records, chosen.keep)

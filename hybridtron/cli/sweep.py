@@ -137,7 +137,7 @@ def configs_of(sweep: Sweep, folder: Folder) -> dict[str, Config]:
                 configs[run.name] = load(folder.settings(run))
                 require(configs[run.name])
             except Unusable as error:
-                raise Unusable(f"{run.name}: {error}") from error
+                raise Unusable(f"{run.name}: {error}", code=error.code) from error
     return configs
 
 

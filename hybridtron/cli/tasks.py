@@ -63,7 +63,9 @@ def show_main(arguments: list[str]) -> int:
     except (ValueError, OverflowError) as error:
         if isinstance(error, Unusable):
             raise
-        raise TaskError(f"{task.name}: these options must be others, as no sample can be made: {error}") from error
+        raise TaskError(
+            f"{task.name}: these options must be others, as no sample can be made: {error}", code="conflict"
+        ) from error
     print(f"{sample.prompt}>>>{sample.answer}")
     about = {"prompt_tokens": len(sample.prompt_tokens), "learned": sum(sample.mask), "generate": sample.generate}
     print(json.dumps(about | sample.meta), file=sys.stderr)
@@ -89,7 +91,7 @@ def write_main(arguments: list[str]) -> int:
     try:
         files = _write(chosen)
     except OSError as error:
-        raise Unusable(in_words(error, chosen.output)) from error
+        raise Unusable(in_words(error, chosen.output), code="unreadable") from error
     for file in files:
         print(file)
     return 0
@@ -118,7 +120,7 @@ def prepare_main(arguments: list[str]) -> int:
         with progress_bar(str(output)) as report_progress:
             folder = prepare(request, output, report_progress)
     except OSError as error:
-        raise Unusable(in_words(error, chosen.output)) from error
+        raise Unusable(in_words(error, chosen.output), code="unreadable") from error
     manifest = folder.manifest
     print(f"{output}: {manifest.tokens('train')} tokens of training, {manifest.tokens('validation')} of validation")
     print(f"train with data=folder data.path={output} model.vocab_size={manifest.vocab_size}")
@@ -167,5 +169,5 @@ def _named_tasks(words: list[str]) -> tuple[Task, ...]:
     settings = [word for word in words if "=" in word]
     names = [word for word in words if "=" not in word]
     if not names:
-        raise TaskError(f"{' '.join(words)}: no task is named; `hybridtron tasks list` names all")
+        raise TaskError(f"{' '.join(words)}: no task is named; `hybridtron tasks list` names all", code="missing")
     return tuple(all_named(names, settings))

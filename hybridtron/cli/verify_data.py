@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
             why = "is not a folder"
         else:
             why = "does not exist"
-        raise Unusable(f"{chosen.folder} {why}; a dataset with a URL is verified where it was prepared")
+        raise Unusable(f"{chosen.folder} {why}; a dataset with a URL is verified where it was prepared", code="no-file")
     with progress_bar(f"{chosen.folder}: shards") as report_progress:
         report = verify(chosen.folder, chosen.workers, report_progress)
     for fault in report.faults:

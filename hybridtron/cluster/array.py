@@ -106,7 +106,7 @@ def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Con
     for array in arrays:
         all_problems += [*cluster_problems(array.job.cluster), *job_problems(array.job)]
     if (silence := scheduler.silence()) is not None:
-        all_problems.append(Problem("cluster", f"can't be asked: {silence}"))
+        all_problems.append(Problem("cluster", "unavailable", f"can't be asked: {silence}"))
     elif arrays:
         all_problems += partition_problems(arrays[0].job.cluster, 1)
     return list(dict.fromkeys(all_problems))
@@ -168,7 +168,7 @@ def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str
     jobs = list[str]()
     try:
         if (obstacle := under_way(folder.path, "sweep")) is not None:
-            raise Unusable(obstacle)
+            raise Unusable(obstacle, code="in-use")
         folder.record(sweep)
         notes.parent.mkdir(exist_ok=True)
         _, files = carried([setting for run in sweep.runs for setting in run.settings])
@@ -182,7 +182,7 @@ def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str
             submitted = f"; submitted before that, and still queued: {' '.join(jobs)}"
         else:
             submitted = ""
-        raise Unusable(f"{error}{submitted}") from error
+        raise Unusable(f"{error}{submitted}", code="unavailable") from error
     return jobs
 
 

@@ -23,7 +23,7 @@ def password_problems(settings: Sequence[str]) -> list[Problem]:
     """Report passwords in settings. Used for configurations that can't be loaded (yet)."""
     cure = "which would be written into the job's script: leave it in the environment that you submit from"
     leaking = [setting for setting in settings if WITH_PASSWORD.search(setting)]
-    return [Problem(setting.partition("=")[0], f"holds a password, {cure}") for setting in leaking]
+    return [Problem(setting.partition("=")[0], "secret", f"holds a password, {cure}") for setting in leaking]
 
 
 def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
@@ -31,13 +31,13 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     limit = scheduler.seconds(cluster.time)
     if limit is None:
         forms = "a limit such as 90 (minutes), 12:00:00 or 2-00:00:00"
-        yield Problem("cluster.time", f"is {cluster.time!r}, must be {forms}")
+        yield Problem("cluster.time", "malformed", f"is {cluster.time!r}, must be {forms}")
     elif cluster.stop_before >= limit:
         whole = f"cluster.time={cluster.time} is {limit} s in all"
-        yield Problem("cluster.stop_before", f"is {cluster.stop_before} s, but {whole}: use less")
+        yield Problem("cluster.stop_before", "out-of-range", f"is {cluster.stop_before} s, but {whole}: use less")
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            yield Problem("cluster.environment", f"has {name!r}, which can't be the name of a variable")
+            yield Problem("cluster.environment", "malformed", f"has {name!r}, which can't be the name of a variable")
 
 
 def device_problems(config: Config) -> Iterator[Problem]:
@@ -51,13 +51,15 @@ def device_problems(config: Config) -> Iterator[Problem]:
             f"cluster={cluster.name} says what a GPU does (peak_tflops={cluster.peak_tflops:g}), not how many there are"
         )
         cure = f"write {key}=8, or as many as a node has; or a cluster that says it; CPUs are cluster=local"
-        yield Problem(key, f"is 0, so that the job would get no GPUs: {says}: {cure}")
+        yield Problem(key, "missing", f"is 0, so that the job would get no GPUs: {says}: {cure}")
         return
     precisions = [phase.precision for phase in resolve(config)]
     if precisions and not any(precision.name is Precision.fp32 or precision.emulate for precision in precisions):
         cure = f"write {key}=8, or as many as a node has; to train on CPUs write precision=fp32"
         yield Problem(
-            key, f"is 0, so that the job would get no GPUs, which precision={precisions[0].name} is for: {cure}"
+            key,
+            "missing",
+            f"is 0, so that the job would get no GPUs, which precision={precisions[0].name} is for: {cure}",
         )
 
 
@@ -69,13 +71,15 @@ def resume_problems(resume: str) -> Iterator[Problem]:
         else:
             does = "resume there"
         cure = "use auto; another run.dir starts from scratch, and a checkpoint in its checkpoints/ is resumed from"
-        yield Problem("run.resume", f"is {resume!r}, but each start of the job would {does}: {cure}")
+        yield Problem("run.resume", "unsupported", f"is {resume!r}, but each start of the job would {does}: {cure}")
 
 
 def job_problems(job: SlurmJob) -> Iterator[Problem]:
     """Report values that can't be written into an #SBATCH line. Nothing can be quoted there."""
     for key, option in unusable(job).items():
-        yield Problem(key, f"gives {option!r}, but an #SBATCH line can only hold {PLAIN.pattern}: use another name")
+        yield Problem(
+            key, "malformed", f"gives {option!r}, but an #SBATCH line can only hold {PLAIN.pattern}: use another name"
+        )
 
 
 def queue_problems(job: SlurmJob, nodes: int, ask_sbatch: bool) -> Iterator[Problem]:
@@ -90,7 +94,7 @@ def queue_problems(job: SlurmJob, nodes: int, ask_sbatch: bool) -> Iterator[Prob
     try:
         _trial(job)
     except SlurmError as error:
-        yield Problem("cluster", f"would not start this job: {error}")
+        yield Problem("cluster", "unavailable", f"would not start this job: {error}")
 
 
 def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
@@ -98,7 +102,7 @@ def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
     try:
         known = scheduler.partitions()
     except SlurmError as error:
-        yield Problem("cluster", f"can't be asked: {error}")
+        yield Problem("cluster", "unavailable", f"can't be asked: {error}")
         return
     yield from _partition_problems(cluster, nodes, _wanted(cluster, known), [partition.name for partition in known])
 
@@ -123,19 +127,23 @@ def _partition_problems(
         fault = "is null, and no partition is the default"
         if cluster.partition is not None:
             fault = f"is {cluster.partition!r}, which is not here{did_you_mean(cluster.partition, names)}"
-        yield Problem("cluster.partition", f"{fault}; here are: {', '.join(names)}")
+        yield Problem("cluster.partition", "unknown-name", f"{fault}; here are: {', '.join(names)}")
         return
     if not wanted.is_up:
-        yield Problem("cluster.partition", f"{wanted.name} is not up; here are: {', '.join(names)}")
+        yield Problem("cluster.partition", "unavailable", f"{wanted.name} is not up; here are: {', '.join(names)}")
     if nodes > wanted.nodes:
         yield Problem(
-            "nodes", f"is {nodes}, but partition {wanted.name} has {wanted.nodes}: use at most {wanted.nodes}"
+            "nodes",
+            "does-not-fit",
+            f"is {nodes}, but partition {wanted.name} has {wanted.nodes}: use at most {wanted.nodes}",
         )
     limit = scheduler.seconds(cluster.time)
     if limit is not None and wanted.time_s is not None and limit > wanted.time_s:
         longest = f"{wanted.time_s // 86400}-{time.strftime('%H:%M:%S', time.gmtime(wanted.time_s))}"
         above = f"is {cluster.time}, above the limit of partition {wanted.name}"
-        yield Problem("cluster.time", f"{above}: use at most {longest}, the run is requeued until it has finished")
+        yield Problem(
+            "cluster.time", "out-of-range", f"{above}: use at most {longest}, the run is requeued until it has finished"
+        )
 
 
 def _trial(job: SlurmJob) -> None:

@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> int:
     folders: list[Path] = parser.parse_args(arguments).folders
     folders = folders or sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
     if not folders:
-        raise Unusable("there is no run below runs/ here: name a run's folder")
+        raise Unusable("there is no run below runs/ here: name a run's folder", code="no-file")
     statuses = [status(folder) for folder in folders]
     console = Console()
     show(statuses, console if console.is_terminal else Console(width=WIDTH))
@@ -212,13 +212,17 @@ def _state_in_queue(jobs: list[Queued], attempts: list[Attempt]) -> tuple[str, s
 def _config(folder: Path) -> Config:
     """Load a run's configuration. Raises Unusable if there is none, or if this version can't read it."""
     if not folder.is_dir():
-        raise Unusable(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
+        raise Unusable(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist", code="no-file")
     if not (folder / "config.yaml").exists():
-        raise Unusable(f"{folder} holds no run: a run's folder has config.yaml, which train and submit write")
+        raise Unusable(
+            f"{folder} holds no run: a run's folder has config.yaml, which train and submit write", code="no-file"
+        )
     try:
         return load_saved(folder / "config.yaml")
     except ConfigError as error:
-        raise Unusable(f"{folder}/config.yaml is not of this version of hybridtron: {error}") from error
+        raise Unusable(
+            f"{folder}/config.yaml is not of this version of hybridtron: {error}", code="unreadable"
+        ) from error
 
 
 def _queued(jobs: list[str]) -> tuple[list[Queued], str]:

@@ -81,7 +81,7 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     node_counts = [setting.removeprefix("nodes=") for setting in settings if setting.startswith("nodes=")]
     kept = [setting for setting in settings if not setting.startswith("nodes=")]
     problems = [
-        Problem("nodes", f"is {text!r}, must be a number of nodes of at least 1")
+        Problem("nodes", "out-of-range", f"is {text!r}, must be a number of nodes of at least 1")
         for text in node_counts
         if not (text.isdecimal() and int(text) >= 1)
     ]
@@ -90,7 +90,7 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     else:
         nodes = 1
     if chain < 1:
-        problems.append(Problem("--chain", f"is {chain}, must be at least 1"))
+        problems.append(Problem("--chain", "out-of-range", f"is {chain}, must be at least 1"))
     try:
         config = load(kept)
     except ConfigError as error:
@@ -105,7 +105,7 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     if (silence := scheduler.silence()) is None:
         problems += queue_problems(job, nodes, ask_sbatch=not problems)
     elif not dry_run:
-        problems.append(Problem("cluster", f"can't be asked: {silence}"))
+        problems.append(Problem("cluster", "unavailable", f"can't be asked: {silence}"))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return config, job

@@ -26,11 +26,11 @@ def read_keys(path: Path, known: Collection[str], where: str = "") -> dict[str, 
     try:
         content = yaml_of(read_regular(path, GREATEST))
     except NotParsed as error:
-        raise Unusable(f"{name} can't be read: it {error}") from error
+        raise Unusable(f"{name} can't be read: it {error}", code="unreadable") from error
     except OSError as error:
-        raise Unusable(f"{name} can't be read: {error.strerror or error}") from error
+        raise Unusable(f"{name} can't be read: {error.strerror or error}", code="unreadable") from error
     if not isinstance(content, dict):
-        raise Unusable(f"{name} must hold {', '.join(known)}")
+        raise Unusable(f"{name} must hold {', '.join(known)}", code="wrong-type")
     require_known(name, content, known)
     return content
 
@@ -39,4 +39,7 @@ def require_known(name: str, found: Collection[Any], known: Collection[str]) -> 
     """Raise Unusable for the first key that is not known, and suggest the nearest known one."""
     for key in found:
         if key not in known:
-            raise Unusable(f"{name} has {key!r}{did_you_mean(str(key), known)}; it can have {', '.join(known)}")
+            raise Unusable(
+                f"{name} has {key!r}{did_you_mean(str(key), known)}; it can have {', '.join(known)}",
+                code="unknown-name",
+            )

@@ -58,7 +58,7 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
     for section in ("run", "checkpoint", "cluster", "parallel"):
         problems += limit_problems(getattr(config, section), section)
     for phase in phases:
-        problems += [Problem(phase.key(problem.key), problem.message) for problem in _as_trained(phase, world_size)]
+        problems += [replace(problem, key=phase.key(problem.key)) for problem in _as_trained(phase, world_size)]
     return list(dict.fromkeys(problems))
 
 
@@ -72,12 +72,16 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
     yield from of_model
     if (adapters := phase.model.adapters) is not None and not of_model:
         table = parameter_table(replace(phase.model, adapters=None))
-        yield from (Problem(f"model.adapters.{p.key}", p.message) for p in adapter_problems(table, adapters))
+        yield from (problem.below("model.adapters") for problem in adapter_problems(table, adapters))
         yield from _adapter_dropout(phase, adapters)
     for section in ("data", "states", "optim", "precision"):
         yield from limit_problems(getattr(phase, section), section)
     if phase.data.feed is Feed.dali and not is_there("nvidia.dali"):
-        yield Problem("data.feed", "is dali, which is not installed: `make setup-dali` adds it, or use data.feed=torch")
+        yield Problem(
+            "data.feed",
+            "not-installed",
+            "is dali, which is not installed: `make setup-dali` adds it, or use data.feed=torch",
+        )
     yield from states_problems(phase)
     yield from _optim(phase.optim)
     yield from parallel_problems(phase, world_size)
@@ -91,7 +95,7 @@ def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator
     length = phase.settings.seq_len // context
     if adapters.dropout and length == phase.settings.micro_batch:
         how = f"knows tokens from rows by their number, but a rank reads {length} rows of {length} tokens"
-        yield Problem("model.adapters.dropout", f"{how} at a time: use another micro_batch, or 0")
+        yield Problem("model.adapters.dropout", "unsupported", f"{how} at a time: use another micro_batch, or 0")
 
 
 def require(config: Config, world_size: int | None = None) -> None:
@@ -138,17 +142,23 @@ def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Sequence[P
 
 def _optim(optim: OptimConfig) -> Iterator[Problem]:
     if len(optim.betas) != 2:
-        yield Problem("optim.betas", f"has {len(optim.betas)} values, must have two, such as [0.9, 0.95]")
+        yield Problem("optim.betas", "wrong-type", f"has {len(optim.betas)} values, must have two, such as [0.9, 0.95]")
 
 
 def _run(run: RunConfig) -> Iterator[Problem]:
     if not run.eval_lengths:
-        yield Problem("run.eval_lengths", "is empty, must hold a multiple of seq_len, such as [1] or [1,2,4]")
+        yield Problem(
+            "run.eval_lengths", "missing", "is empty, must hold a multiple of seq_len, such as [1] or [1,2,4]"
+        )
     if run.wandb is not None and importlib.util.find_spec("wandb") is None:
-        yield Problem("run.wandb", f"is {run.wandb!r}, but wandb is not installed: make setup-metrics, or leave it out")
+        yield Problem(
+            "run.wandb",
+            "not-installed",
+            f"is {run.wandb!r}, but wandb is not installed: make setup-metrics, or leave it out",
+        )
     if run.resume not in ("auto", "never") and not is_folder(run.resume):
         cure = "use auto, never, or a checkpoint's folder"
-        yield Problem("run.resume", f"is {shortened(run.resume)!r}, which is no folder; {cure}")
+        yield Problem("run.resume", "no-file", f"is {shortened(run.resume)!r}, which is no folder; {cure}")
 
 
 def _profile(config: Config) -> Iterator[Problem]:
@@ -156,7 +166,7 @@ def _profile(config: Config) -> Iterator[Problem]:
     last = last_step(config)
     for index, step in enumerate(config.run.profile):
         if step > last:
-            yield Problem(f"run.profile.{index}", f"is {step}, beyond the run's last step, {last}")
+            yield Problem(f"run.profile.{index}", "out-of-range", f"is {step}, beyond the run's last step, {last}")
 
 
 def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:
@@ -166,9 +176,13 @@ def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:
     with suppress(ValueError):  # reported by its limit
         if 0 < parse_tokens(run.eval_tokens) < longest:
             cure = f"use at least {longest}, or smaller run.eval_lengths"
-            yield Problem("run.eval_tokens", f"is {run.eval_tokens}, less than one row at {times} x seq_len: {cure}")
+            yield Problem(
+                "run.eval_tokens",
+                "does-not-fit",
+                f"is {run.eval_tokens}, less than one row at {times} x seq_len: {cure}",
+            )
 
 
 def _mirror(mirror: str | None) -> Iterator[Problem]:
     if mirror is not None and (fault := missing("s3")):
-        yield Problem("checkpoint.mirror", f"is {mirror}, and {fault}")
+        yield Problem("checkpoint.mirror", "unsupported", f"is {mirror}, and {fault}")

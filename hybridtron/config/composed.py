@@ -85,10 +85,10 @@ def _not_composed(error: Exception, folders: Sequence[Path], choices: Sequence[C
     misplaced = "Key 'recipe' not in" in message or "@recipe." in message
     if misplaced and (lacking := without_package(folders)):
         names = ", ".join(str(path) for path in lacking)
-        return Problem("recipe", f"lacks its first line: write `# @package _global_` as line 1 of {names}")
+        return Problem("recipe", "missing", f"lacks its first line: write `# @package _global_` as line 1 of {names}")
     for choice in choices:
         if choice.file:
             message = message.replace(f"{choice.group}/{choice.name}", choice.file.path)
     if isinstance(error, MissingConfigException):
-        return Problem("recipe", message.splitlines()[0])
-    return Problem("recipe", f"does not compose: {message}")
+        return Problem("recipe", "unknown-name", message.splitlines()[0])
+    return Problem("recipe", "malformed", f"does not compose: {message}")

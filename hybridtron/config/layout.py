@@ -82,10 +82,10 @@ def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem
         message = (
             f"has {bars - 1} bars, which make {bars} stages, but {product} are {chunks}: use {fitting}, or no bars"
         )
-        return [Problem("model.pattern", message)]
+        return [Problem("model.pattern", "conflict", message)]
     if layers < chunks:
         message = f"is {parallel.pipeline}, but {product} are {chunks} stages for {layers} layers: use at most {layers}"
-        return [Problem("parallel.pipeline", message)]
+        return [Problem("parallel.pipeline", "out-of-range", message)]
     return []
 
 
@@ -211,7 +211,7 @@ def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
     )
     if world_size == 1:
         message += f", by torchrun --nproc-per-node {model_ranks} -m hybridtron train ..."
-    return [Problem("parallel.tensor", message)]
+    return [Problem("parallel.tensor", "not-divisible", message)]
 
 
 def multiples_near(unit: int, size: int) -> list[int]:

@@ -222,7 +222,7 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     except OmegaConfBaseException as error:
         return wrong_value(config, key, text, error)
     except RecursionError:
-        return Problem(key, f"is {text!r}, which refers to itself")
+        return Problem(key, "malformed", f"is {text!r}, which refers to itself")
     return None
 
 
@@ -282,7 +282,7 @@ def _typed(config: Any, found: list[Problem]) -> Config:
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         found.append(unresolved(error))
     except RecursionError:
-        found.append(Problem("configuration", "has a ${...} that refers to itself"))
+        found.append(Problem("configuration", "malformed", "has a ${...} that refers to itself"))
     if found:
         raise ConfigError(found)
     assert isinstance(typed, Config)
@@ -293,9 +293,9 @@ def _unusable(config: Any) -> Iterator[Problem]:
     """Report keys without a value, and numbers that are not finite: nan passes every rule of the form `x <= 0`."""
     for key, parent, name in leaves(config):
         if OmegaConf.is_missing(parent, name):
-            yield Problem(key, "must be set" + (NO_NAME if key == "run.name" else ""))
+            yield Problem(key, "missing", "must be set" + (NO_NAME if key == "run.name" else ""))
             continue
         with suppress(InterpolationToMissingValueError):  # the missing value is reported under its own key
             value = parent[name]
             if isinstance(value, float) and not math.isfinite(value):
-                yield Problem(key, f"is {value}, must be a finite number")
+                yield Problem(key, "out-of-range", f"is {value}, must be a finite number")

@@ -52,7 +52,7 @@ def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
             at += 1
             continue
         del left[at - 1 : at - 1 + len(pieces)]
-        problems.append(Problem(" ".join(pieces), f"has spaces: write {''.join(pieces)}"))
+        problems.append(Problem(" ".join(pieces), "malformed", f"has spaces: write {''.join(pieces)}"))
     return left, problems
 
 
@@ -72,12 +72,16 @@ def not_settings(arguments: Sequence[str], recipe_meant: Callable[[str], str | N
                 taken = None
             if name in CONFIG_OPTIONS:
                 cure = "name a file of your own by its path, recipe=./mine.yaml, or put it into configs/recipe/ here"
-                yield Problem(argument, f"is no option: {cure}")
+                yield Problem(argument, "unknown-name", f"is no option: {cure}")
                 continue
-            yield Problem(argument, f"is not of the form key=value: write {name}={value or taken or 'VALUE'}")
+            yield Problem(
+                argument, "malformed", f"is not of the form key=value: write {name}={value or taken or 'VALUE'}"
+            )
         elif not (key and equals) and argument is not taken:
             meant = recipe_meant(argument)
-            yield Problem(argument, "is not of the form key=value" + (f": write recipe={meant}" if meant else ""))
+            yield Problem(
+                argument, "malformed", "is not of the form key=value" + (f": write recipe={meant}" if meant else "")
+            )
 
 
 def unknown_key(config: DictConfig, key: str) -> Problem | None:
@@ -91,7 +95,9 @@ def unknown_key(config: DictConfig, key: str) -> Problem | None:
                     more = "; further phases are written into a recipe"
                 else:
                     more = ""
-                return Problem(key, f"{where} has no entry {name!r}; it has {len(node)}, numbered from 0{more}")
+                return Problem(
+                    key, "unknown-name", f"{where} has no entry {name!r}; it has {len(node)}, numbered from 0{more}"
+                )
             node = node[int(name)]
         elif isinstance(node, DictConfig) and name in node.keys():  # noqa: SIM118 (a key without value is not `in`)
             node = node._get_node(name)
@@ -105,7 +111,9 @@ def unknown_key(config: DictConfig, key: str) -> Problem | None:
                 known = f"; it has: {', '.join(names)}"
             else:
                 known = " below it"
-            return Problem(key, f"{where} has no {name!r}{_meant(config, parts[-1], name, names)}{known}")
+            return Problem(
+                key, "unknown-name", f"{where} has no {name!r}{_meant(config, parts[-1], name, names)}{known}"
+            )
     return None
 
 
@@ -113,7 +121,7 @@ def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseExc
     """Return the problem for a value of the wrong type, with the type that the key expects."""
     node = node_of(config, key)
     if isinstance(node, EnumNode):
-        return Problem(key, f"is {text!r}, must be one of {', '.join(node.enum_type.__members__)}")
+        return Problem(key, "unknown-name", f"is {text!r}, must be one of {', '.join(node.enum_type.__members__)}")
     for kind, holds in (
         (BooleanNode, "true or false"),
         (IntegerNode, "a whole number"),
@@ -122,8 +130,8 @@ def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseExc
         (DictConfig, "options such as {kind: mamba, state: 16}" if ".layers" in key else _entries(key, node)),
     ):
         if isinstance(node, kind):
-            return Problem(key, f"is {text!r}, must be {holds}")
-    return Problem(key, str(error).splitlines()[0])
+            return Problem(key, "wrong-type", f"is {text!r}, must be {holds}")
+    return Problem(key, "wrong-type", str(error).splitlines()[0])
 
 
 def _entries(key: str, node: object) -> str:
@@ -140,13 +148,15 @@ def _entries(key: str, node: object) -> str:
 def not_a_value(key: str, text: str) -> Problem:
     """Return the problem for a value that Hydra's grammar cannot parse."""
     if key.rpartition(".")[2] == "layers":
-        return Problem(key, f"{text!r} is not a value: set one letter or option at a time, as in {key}.M.kind=mamba2")
-    return Problem(key, f"{text!r} is not a value (quote it if it holds brackets, commas or colons)")
+        return Problem(
+            key, "malformed", f"{text!r} is not a value: set one letter or option at a time, as in {key}.M.kind=mamba2"
+        )
+    return Problem(key, "malformed", f"{text!r} is not a value (quote it if it holds brackets, commas or colons)")
 
 
 def unresolved(error: OmegaConfBaseException) -> Problem:
     """Return the problem for a `${...}` without a target, or for any other fault that OmegaConf reports."""
-    return Problem(str(error.full_key or "configuration"), str(error).splitlines()[0])
+    return Problem(str(error.full_key or "configuration"), "unknown-name", str(error).splitlines()[0])
 
 
 def _meant(config: DictConfig, leaf: str, name: str, names: Sequence[str]) -> str:

@@ -143,11 +143,11 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
         else:
             near = Path(path).stem
         hint = did_you_mean(near, [near] if near != Path(path).stem else names)
-        raise ConfigError([Problem(group, f"names {path}, and there is no such file{hint}")]) from None
+        raise ConfigError([Problem(group, "no-file", f"names {path}, and there is no such file{hint}")]) from None
     except (OSError, ValueError, RuntimeError, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError([Problem(group, f"{path} can't be read: {error}")]) from error
+        raise ConfigError([Problem(group, "unreadable", f"{path} can't be read: {error}")]) from error
     if not isinstance(keys, DictConfig) or not keys:
-        raise ConfigError([Problem(group, f"{path} holds no keys, such as `model:` or `run:`")])
+        raise ConfigError([Problem(group, "missing", f"{path} holds no keys, such as `model:` or `run:`")])
     return file
 
 
@@ -160,7 +160,7 @@ def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
         known = f"nearest: {', '.join(nearest)}"
     path = next((path for path in (f"./{name}", f"./{name}.yaml") if is_file(path)), "./NAME.yaml")
     meant = did_you_mean(name, names)
-    return Problem(group, f"has no {name!r}{meant}; {known}; or a file of your own: {group}={path}")
+    return Problem(group, "unknown-name", f"has no {name!r}{meant}; {known}; or a file of your own: {group}={path}")
 
 
 def clashes(configs: Path, own: Path, choices: Mapping[str, str]) -> Iterator[Problem]:
@@ -179,7 +179,9 @@ def clashes(configs: Path, own: Path, choices: Mapping[str, str]) -> Iterator[Pr
     of_user = any(_is_there(own, *pair) and not _is_there(configs, *pair) for pair in choices.items())
     for group, name in sorted(twice if of_user else twice & set(choices.items())):
         file = OWN / group / f"{name}.yaml"
-        yield Problem(group, f"has two {name!r}: {file} and hybridtron's own, which differ: rename the former")
+        yield Problem(
+            group, "duplicate", f"has two {name!r}: {file} and hybridtron's own, which differ: rename the former"
+        )
 
 
 def _is_there(folder: Path, group: str, name: str) -> bool:

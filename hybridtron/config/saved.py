@@ -38,16 +38,19 @@ def read_saved(path: Path) -> DictConfig:
     """Read a saved configuration over the schema's defaults. Raises ConfigError with the file and the fault."""
     try:
         values = _without_dropped(OmegaConf.load(StringIO(read_regular(path, GREATEST).decode())))
-        faults = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in references(values)]
+        faults = [
+            Problem(f"{path}: {key}", "unreadable", f"holds {text!r}, which no run writes")
+            for key, text in references(values)
+        ]
         merged = OmegaConf.unsafe_merge(pickle.loads(_defaults()), values)  # may reuse nodes: no one else holds these
     except OmegaConfBaseException as error:
         if error.full_key:
             where = f"{path}: {error.full_key}"
         else:
             where = str(path)
-        raise ConfigError([Problem(where, str(error).splitlines()[0])]) from error
+        raise ConfigError([Problem(where, "unreadable", str(error).splitlines()[0])]) from error
     except (YAMLError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError([Problem(str(path), f"can't be read: {str(error).splitlines()[0]}")]) from error
+        raise ConfigError([Problem(str(path), "unreadable", f"can't be read: {str(error).splitlines()[0]}")]) from error
     if faults:
         raise ConfigError(faults)
     assert isinstance(merged, DictConfig)
@@ -63,7 +66,7 @@ def _defaults() -> bytes:
 def secrets_from_environment(config: DictConfig) -> list[Problem]:
     """Report values that read a secret by `${oc.env:NAME}`: config.yaml and checkpoints would hold it resolved."""
     return [
-        Problem(key, f"takes {name} from the environment, {LEAVE_IT}")
+        Problem(key, "secret", f"takes {name} from the environment, {LEAVE_IT}")
         for key, text in references(config)
         for name in _ENVIRONMENT.findall(text)
         if SECRET.search(name)
@@ -76,10 +79,10 @@ def spelled_secrets(values: Any, key: str = "") -> Iterator[Problem]:
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from spelled_secrets(value, f"{key}.{name}" if key else str(name))
     elif isinstance(values, str) and WITH_PASSWORD.search(values):
-        yield Problem(key, f"holds a password, {LEAVE_IT}")
+        yield Problem(key, "secret", f"holds a password, {LEAVE_IT}")
     elif key.startswith("cluster.environment.") and SECRET.search(key.rpartition(".")[2]):
         cure = "leave it out; sbatch hands on the environment that you submit from"
-        yield Problem(key, f"looks like a secret, which would be written down: {cure}")
+        yield Problem(key, "secret", f"looks like a secret, which would be written down: {cure}")
 
 
 def _without_dropped(values: Any) -> Any:

@@ -61,14 +61,14 @@ def lacking_weights(config: Config) -> list[Problem]:
     if run.tunes is None or run.weights is not None:
         return []
     needed = _needed(run.tunes)
-    return [Problem(KEY, f"{needed.message}. run.tunes=null trains new weights in their place")]
+    return [dataclasses.replace(needed, message=f"{needed.message}. run.tunes=null trains new weights in their place")]
 
 
 def _needed(tunes: str | None) -> Problem:
     """Return the problem for a recipe that needs `run.weights`."""
     whose = "a checkpoint" if tunes is None else tunes
     cure = f"to {WHAT}; hybridtron import makes a checkpoint of a Hugging Face folder"
-    return Problem(KEY, f"must be set, as the recipe starts from {whose}: {cure}")
+    return Problem(KEY, "missing", f"must be set, as the recipe starts from {whose}: {cure}")
 
 
 def folder_of(named: str) -> str:
@@ -94,7 +94,9 @@ def unknown(config: DictConfig) -> list[Problem]:
     for key, text in references(config):
         paths = [name.split(".") for name in _WEIGHTS.findall(text)]
         if any(name[0] not in saved or name[1] not in saved[name[0]] for name in paths):
-            problems.append(Problem(key, f"must be set: {folder} was imported, and does not say how it was trained"))
+            problems.append(
+                Problem(key, "missing", f"must be set: {folder} was imported, and does not say how it was trained")
+            )
     return problems
 
 
@@ -109,11 +111,11 @@ def _saved(folder: str) -> dict[str, Any]:
             why = f"has no config.yaml: name {WHAT}"
         else:
             why = f"is not there: name {WHAT}"
-        raise ConfigError([Problem(KEY, f"{shortened(folder)} {why}")])
+        raise ConfigError([Problem(KEY, "no-file", f"{shortened(folder)} {why}")])
     try:
         return _parsed(path, path.stat().st_mtime_ns)
     except ConfigError as error:
-        raise ConfigError([Problem(KEY, f"{p.key} {p.message}") for p in error.problems]) from error
+        raise ConfigError([Problem(KEY, p.code, f"{p.key} {p.message}") for p in error.problems]) from error
 
 
 @lru_cache(maxsize=4)

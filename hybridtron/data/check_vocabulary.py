@@ -30,7 +30,7 @@ def meaning_problems(config: Config, index: int, data: TokenFolder | str) -> lis
     else:
         return []
     cure = f"use tokens made with its own (hybridtron data prepare --tokenizer {tokenizer}; data.source=folder)"
-    return [Problem(key, f"is {weights}, {why}; {cure}, or run.accept_data_changes=true")]
+    return [Problem(key, "mismatch", f"is {weights}, {why}; {cure}, or run.accept_data_changes=true")]
 
 
 def vocabulary_warnings(config: Config) -> list[str]:

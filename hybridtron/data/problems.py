@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hybridtron.config.resolve import ResolvedPhase, resolve
@@ -58,7 +59,7 @@ def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
     vocab_size = phase.model.vocab_size
     if data.source == Source.embedded and vocab_size < SMALLEST_VOCABULARY:
         needs = f"data.source=embedded makes a byte-level vocabulary, which needs at least {SMALLEST_VOCABULARY}"
-        return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
+        return [Problem("model.vocab_size", "out-of-range", f"is {vocab_size}; {needs}")]
     paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
     here = os.path.exists(data.path)  # noqa: PTH110 (a path too long for the system is none)
     if data.source == Source.embedded and not here:
@@ -72,7 +73,9 @@ def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
     if data.source == Source.folder and (misplaced := [source for source in mixture if _is_misplaced(source.folder)]):
         where = misplaced[0].folder.path
         cure = f"move it to {EMBEDDED_PATH.format(vocab_size)}, and prepare the text that this recipe is for"
-        return [Problem(key, f"is {where}, which an earlier version filled with Python's own texts; {cure}")]
+        return [
+            Problem(key, "misplaced", f"is {where}, which an earlier version filled with Python's own texts; {cure}")
+        ]
     return content_problems(key, phase, mixture)
 
 
@@ -95,11 +98,11 @@ def _folder_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
         except FolderError as error:
             faults[phase.key("data.path")] = error
             if data.mixture:
-                return [Problem(phase.key("data.mixture"), f"{error}{_reader(phase)}")]
+                return [Problem(phase.key("data.mixture"), "unreadable", f"{error}{_reader(phase)}")]
     cure = "prepare it with hybridtron data prepare, or try data=embedded data.epochs=null run.max_steps=10"
     if data.source == Source.embedded:
         cure = f"delete {data.path}, and it is prepared again; or set another path"
-    return [Problem(key, f"{error}{_reader(phase)}; {cure}") for key, error in faults.items()]
+    return [Problem(key, "unreadable", f"{error}{_reader(phase)}; {cure}") for key, error in faults.items()]
 
 
 def _place_problems(key: str, path: str, vocab_size: int) -> list[Problem]:
@@ -107,7 +110,13 @@ def _place_problems(key: str, path: str, vocab_size: int) -> list[Problem]:
     if not _is_recipes_path(path):
         return []
     cure = f"use data=embedded, or {key}={EMBEDDED_PATH.format(vocab_size)}"
-    return [Problem(key, f"is {path}, where recipes look for prepared text; Python's own is not written there: {cure}")]
+    return [
+        Problem(
+            key,
+            "misplaced",
+            f"is {path}, where recipes look for prepared text; Python's own is not written there: {cure}",
+        )
+    ]
 
 
 def _is_misplaced(folder: TokenFolder) -> bool:
@@ -162,7 +171,13 @@ def _vocabulary_problems(key: str, phase: ResolvedPhase, folder: TokenFolder) ->
         return []
     else:
         cure = f"set model.vocab_size={folder_size} or more, or use other tokens"
-    return [Problem(key, f"{folder.name} has a vocabulary of {folder_size}, model.vocab_size is {vocab_size}; {cure}")]
+    return [
+        Problem(
+            key,
+            "mismatch",
+            f"{folder.name} has a vocabulary of {folder_size}, model.vocab_size is {vocab_size}; {cure}",
+        )
+    ]
 
 
 def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
@@ -176,7 +191,7 @@ def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> li
     vocab_size = min(entry.folder.manifest.vocab_size for entry in found)
     if problems and 2 * vocab_size <= phase.model.vocab_size:  # harmless alone, here a sign of the wrong folder
         other = f"its vocabulary of {vocab_size} is not that of model.vocab_size={phase.model.vocab_size} either"
-        return [Problem(problem.key, f"{problem.message}; {other}") for problem in problems]
+        return [replace(problem, message=f"{problem.message}; {other}") for problem in problems]
     return problems
 
 
@@ -195,7 +210,7 @@ def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: s
         fewer = readable(0.99 * parse_tokens(phase.settings.tokens) * limit / reads[source])  # rounded, still allowed
         cure = f"use more text, or {phase.own_key('tokens')}={fewer}, which reads it as often as that"
     times = f"{phase.settings.name} reads the source {source} {reads[source]:,.1f} times"
-    return [Problem(key, f"allows {limit:g}, and {times}: {cure}")]
+    return [Problem(key, "does-not-fit", f"allows {limit:g}, and {times}: {cure}")]
 
 
 def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
@@ -208,11 +223,11 @@ def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource
         if source.tokens("train") <= seq_len:
             message = f"has {source.tokens('train')} train tokens, and one row takes {seq_len + 1}"
             cure = f"a smaller seq_len or more text works{reader}"
-            problems.append(Problem(key, f"{source.folder.name} ({source.name}) {message}; {cure}"))
+            problems.append(Problem(key, "does-not-fit", f"{source.folder.name} ({source.name}) {message}; {cure}"))
     fullest = max(found, key=lambda source: source.tokens("validation"))
     if (num_tokens := fullest.tokens("validation")) <= longest:
         message = f"at most {num_tokens} validation tokens in a source, and one row takes {longest + 1}"
         cure = "smaller run.eval_lengths or seq_len works, or more of them: hybridtron data prepare --validation"
         where = f"{fullest.folder.name} ({fullest.name}) has the most{reader}"
-        problems.append(Problem(key, f"{message}; {cure}; {where}"))
+        problems.append(Problem(key, "does-not-fit", f"{message}; {cure}; {where}"))
     return problems

@@ -172,7 +172,7 @@ def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -
     parallel = config.parallel
     if parallel.overlap_param_gather and parallel.virtual_pipeline > 1 and compute_device().type == "cpu":
         message = "is true, but gloo mixes up what ranks with virtual stages gather ahead: leave it out"
-        raise ConfigError([Problem("parallel.overlap_param_gather", message)])
+        raise ConfigError([Problem("parallel.overlap_param_gather", "unsupported", message)])
     settings = data_parallel_config(parallel, config.precision.gradients, dtype)
     wrapped = [
         DistributedDataParallel(stage.config, settings, stage, disable_bucketing=index > 0)

@@ -102,4 +102,6 @@ def _parts(carrier: Carrier) -> list[tuple[int, str, StatePart]]:
 
 
 def _unlike(what: str) -> Problem:
-    return Problem("states.mode", f"{what}; set it back for this phase, or start from scratch with run.resume=never")
+    return Problem(
+        "states.mode", "changed", f"{what}; set it back for this phase, or start from scratch with run.resume=never"
+    )

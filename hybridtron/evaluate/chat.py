@@ -34,7 +34,10 @@ class Chat:
         checkpoint, _ = opened(folder)
         if (stored_template := checkpoint.meta.data.get(CHAT)) is None:
             cure = "data that is prepared with --learn messages brings one, and so does an imported folder"
-            raise Unusable(f"{folder} has no chat template: {cure}; without --chat a prompt is continued as plain text")
+            raise Unusable(
+                f"{folder} has no chat template: {cure}; without --chat a prompt is continued as plain text",
+                code="missing",
+            )
         tokenizer = tokenizer_of(checkpoint)
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
         return Chat(folder, replace(ChatTemplate.of_stored(stored_template), special=frozenset(special)), tokenizer)
@@ -47,7 +50,7 @@ class Chat:
         try:
             text = self.template.question(messages)
         except ValueError as error:
-            raise Unusable(f"{self.folder}: {error}") from error
+            raise Unusable(f"{self.folder}: {error}", code="unreadable") from error
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def ends(self, messages: list[Message]) -> tuple[list[int], list[str]]:
@@ -55,7 +58,7 @@ class Chat:
         try:
             ending = self.template.behind_answer(messages).strip()
         except ValueError as error:
-            raise Unusable(f"{self.folder}: {error}") from error
+            raise Unusable(f"{self.folder}: {error}", code="unreadable") from error
         ids = self.tokenizer.encode(ending, add_special_tokens=False).ids
         if ids and self.tokenizer.id_to_token(ids[0]) in self.template.special:
             return ids[:1], []

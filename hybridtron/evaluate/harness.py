@@ -81,7 +81,10 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         """The token that ends a text. Raises Unusable if the checkpoint does not name one."""
         if self.model.end is None:
-            raise Unusable(f"{self.model.folder} does not say which token ends a text, which the harness begins with")
+            raise Unusable(
+                f"{self.model.folder} does not say which token ends a text, which the harness begins with",
+                code="missing",
+            )
         return self.model.end
 
     @property
@@ -108,7 +111,7 @@ class HarnessModel(TemplateLM):
         except ValueError as error:
             other_messages = [message for message in chat_history if message["role"] != "system"]
             if len(other_messages) == len(chat_history):
-                raise Unusable(f"{self.model.folder}: {error}") from error
+                raise Unusable(f"{self.model.folder}: {error}", code="unreadable") from error
             self.without_system += 1
             return self.apply_chat_template(other_messages, add_generation_prompt)
 
@@ -160,7 +163,10 @@ class HarnessModel(TemplateLM):
             sampling = Sampling(settings["temperature"], int(top_k), float(top_p), SEEDS[1])
         most = settings["max_gen_toks"]
         if most >= self.max_length:
-            raise Unusable(f"--max-length is {self.max_length}, must be above the {most} tokens that a task writes")
+            raise Unusable(
+                f"--max-length is {self.max_length}, must be above the {most} tokens that a task writes",
+                code="out-of-range",
+            )
         tokens = self._kept(self.tok_encode(prompt) or [self.prefix_token_id], self.max_length - most)
         return Request(tokens, 0, most, tuple(stop for stop in settings["until"] if stop), sampling)
 
@@ -222,7 +228,7 @@ def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskMana
     Its built-in tasks take seconds to list, which is done only if a wanted task needs it.
     """
     if include is not None and not include.is_dir():
-        raise Unusable(f"--include: there is no folder {include}")
+        raise Unusable(f"--include: there is no folder {include}", code="no-file")
     names = [task.name for task in wanted]
     manager = _manager(include, include_defaults=False)
     if any(name not in OWN_TASKS and name not in manager.all_tasks for name in names):
@@ -230,7 +236,9 @@ def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskMana
     known = [*OWN_TASKS, *manager.all_tasks]
     if unknown := [name for name in names if name not in known]:
         cure = "`lm_eval ls tasks` names those of the harness, and --include DIR adds a folder of yours"
-        raise Unusable(f"--harness: there is no task {unknown[0]!r}{did_you_mean(unknown[0], known)}; {cure}")
+        raise Unusable(
+            f"--harness: there is no task {unknown[0]!r}{did_you_mean(unknown[0], known)}; {cure}", code="unknown-name"
+        )
     return manager
 
 

@@ -72,7 +72,9 @@ def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar:
     task_contents = [(task, loaded(task, manager, wishes.run_code)) for task in tasks]
     left_out = [f"{task.name}: {reason}" for task, reason in task_contents if isinstance(reason, str)]
     if len(left_out) == len(tasks):
-        raise Unusable("\n".join([*left_out, "nothing remains; `--harness tiny` needs no data set"]))
+        raise Unusable(
+            "\n".join([*left_out, "nothing remains; `--harness tiny` needs no data set"]), code="unavailable"
+        )
     max_length = wishes.max_length or longest_row(checkpoint)
     tokens = open_tokens(str(model.folder))
     header = about(model, tokens, max_length) | {"lm-eval": VERSION}
@@ -106,7 +108,7 @@ def chat_template(checkpoint: Checkpoint, needed_by: Sequence[str]) -> ChatTempl
     if needed_by:
         fault = f"{checkpoint.folder} has no chat template, and {', '.join(needed_by)} would be asked in chats"
         cure = "data that is prepared with --learn messages brings one, and so does an imported folder"
-        raise Unusable(f"{fault}: {cure}; `--harness {needed_by[0]}` without --chat asks in plain text")
+        raise Unusable(f"{fault}: {cure}; `--harness {needed_by[0]}` without --chat asks in plain text", code="missing")
     return None
 
 

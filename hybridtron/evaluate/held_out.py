@@ -54,7 +54,9 @@ def as_trained(checkpoint: Path, config: Config, step: int, seq_len: int | None)
         phase = next((candidate for candidate in phases if step <= candidate.end_step), phases[-1])
         return replace(config, data=phase.data), seq_len or phase.settings.seq_len
     if seq_len is None:
-        raise Unusable(f"{checkpoint} was imported and does not say how it was trained: give --seq-len, and --data")
+        raise Unusable(
+            f"{checkpoint} was imported and does not say how it was trained: give --seq-len, and --data", code="missing"
+        )
     return config, seq_len
 
 
@@ -85,7 +87,7 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
             cure = "--data PATH names other prepared tokens"
         else:
             cure = "--data PATH says where the run's data is now"
-        raise Unusable(f"{error}; {cure}") from error
+        raise Unusable(f"{error}; {cure}", code="unreadable") from error
     return Text(torch.from_numpy(tokens_BT.astype("int64")), described, length, seq_len)
 
 
@@ -98,7 +100,7 @@ def digest_of_data(data: DataConfig, path: str) -> str:
     try:
         return open_folder(path, cache_options(data)).digest
     except FolderError as error:
-        raise Unusable(f"--data: {error}") from error
+        raise Unusable(f"--data: {error}", code="unreadable") from error
 
 
 def open_sources(data: DataConfig, path: str | None) -> Sources:
@@ -140,5 +142,8 @@ def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tupl
     row_spans = [RowSpans([(source, span) for span in spans], 0) for source, spans in turns if spans is not None][:rows]
     if not row_spans:
         most = max((int(store.shard_tokens.sum()) for store in stores), default=0)
-        raise Unusable(f"a row takes {length + 1} tokens, no source holds out more than {most}: take fewer by --length")
+        raise Unusable(
+            f"a row takes {length + 1} tokens, no source holds out more than {most}: take fewer by --length",
+            code="does-not-fit",
+        )
     return row_spans, f"{len(row_spans)} {kind}" + (f" ({rows} were asked for)" if len(row_spans) < rows else "")

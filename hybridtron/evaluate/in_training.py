@@ -97,7 +97,7 @@ def with_error(work: Callable[[], Result]) -> Result:
     try:
         return work()
     except Unusable as error:
-        raise ConfigError([Problem("run.evaluate", str(error))]) from error
+        raise ConfigError([Problem("run.evaluate", error.code, str(error))]) from error
 
 
 def in_training(config: Config) -> InTraining | None:

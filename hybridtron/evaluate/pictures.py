@@ -36,7 +36,10 @@ def require_format(output: Path) -> None:
 
     if (ending := output.suffix.removeprefix(".")) not in FigureCanvasBase.filetypes:
         known = ", ".join(sorted(FigureCanvasBase.filetypes))
-        raise Unusable(f"{output} ends in {ending or 'nothing'!r}, which is no format of pictures: use one of {known}")
+        raise Unusable(
+            f"{output} ends in {ending or 'nothing'!r}, which is no format of pictures: use one of {known}",
+            code="unknown-name",
+        )
 
 
 @contextmanager

@@ -47,7 +47,9 @@ def recorded(file: Path, about: Mapping[str, Any]) -> list[Line]:
         return []
     was = {key: before.get(key) for key in changed_keys}
     now = {key: about.get(key) for key in changed_keys}
-    raise Unusable(f"{file} was measured with {was}, now with {now}: delete it, or use another --output")
+    raise Unusable(
+        f"{file} was measured with {was}, now with {now}: delete it, or use another --output", code="changed"
+    )
 
 
 def _same(key: str, before: Any, now: Any) -> bool:

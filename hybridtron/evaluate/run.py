@@ -72,7 +72,7 @@ def evaluate(model: Served, name: str, wishes: Wishes, output: Path, bar: Bar) -
     tokens = open_tokens(str(model.folder))
     if (largest := model.tokenizer.get_vocab_size()) > (size := config.model.vocab_size):
         fault = f"its tokenizer.json has {largest} tokens, model.vocab_size is {size}"
-        raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's")
+        raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's", code="mismatch")
     suite = suite_of(wishes.asked, seq_len, wishes.lengths, wishes.samples)
     suite = fitting(suite, tokens, size, lenient=wishes.named)
     read_rows = partial(perplexity.rows_of, model.folder, config.data, seq_len=seq_len, path=wishes.data)

@@ -53,7 +53,7 @@ def layout(settings: Sequence[str]) -> ParallelConfig:
         match = re.fullmatch(LAYOUT_KEYS, setting, re.ASCII)
         if match is None:
             known = "parallel.tensor=N, parallel.pipeline=N or parallel.context=N"
-            raise Unusable(f"{setting}: is {known}, nothing else is set here")
+            raise Unusable(f"{setting}: is {known}, nothing else is set here", code="unknown-name")
         sizes[match[1]] = int(match[2])
     tensor, pipeline, context = (sizes.get(key, 1) for key in ("tensor", "pipeline", "context"))
     return ParallelConfig(tensor=tensor, pipeline=pipeline, context=context)
@@ -98,9 +98,11 @@ def opened(folder: Path) -> tuple[Checkpoint, Config]:
         checkpoint = merged(Checkpoint.open(folder))
         return checkpoint, checkpoint.config
     except BrokenCheckpoint as error:
-        raise Unusable(str(error)) from error
+        raise Unusable(str(error), code="unreadable") from error
     except ConfigError as error:
-        raise Unusable(f"{folder} has a config.yaml that this version can't read.\n{error}") from error
+        raise Unusable(
+            f"{folder} has a config.yaml that this version can't read.\n{error}", code="unreadable"
+        ) from error
 
 
 def attending(config: Config, how: ReadingAttention) -> Config:
@@ -111,7 +113,7 @@ def attending(config: Config, how: ReadingAttention) -> Config:
     specs = architecture(config.model).by_letter
     changed = {letter: dict(spec.reading[how]) for letter, spec in specs.items() if isinstance(spec, HeadsSpec)}
     if not changed:
-        raise Unusable(f"--attention {how}: the model has no attention")
+        raise Unusable(f"--attention {how}: the model has no attention", code="no-effect")
     layers = {letter: options | changed.get(letter, {}) for letter, options in config.model.layers.items()}
     return replace(config, model=replace(config.model, layers=layers))
 
@@ -124,7 +126,7 @@ def self_extended(config: Config, by: SelfExtendOptions) -> Config:
         if isinstance(spec, AttentionSpec) and spec.window is None and spec.positions is not None
     }
     if not extendable:
-        raise Unusable("--self-extend: the model has no full attention with rotary positions")
+        raise Unusable("--self-extend: the model has no full attention with rotary positions", code="no-effect")
     layers = {
         letter: options | ({"self_extend": asdict(by)} if letter in extendable else {})
         for letter, options in config.model.layers.items()
@@ -149,7 +151,7 @@ def fill(checkpoint: Checkpoint, model: LanguageModel) -> None:
     try:
         checkpoint.load_weights(model)
     except BrokenCheckpoint as error:
-        raise Unusable(str(error)) from error
+        raise Unusable(str(error), code="unreadable") from error
 
 
 def end_of(checkpoint: Checkpoint) -> int | None:
@@ -164,7 +166,7 @@ def require_layout(config: Config, parallel: ParallelConfig) -> None:
     """Raise ConfigError if the process count or the model does not fit the layout."""
     problems = world_problems(parallel, launched().world_size) or stage_problems(config.model, parallel)
     if parallel.tensor > 1 and (reasons := uncuttable(config.model, parallel.tensor)):
-        problems.append(Problem("parallel.tensor", f"is {parallel.tensor}, but {'; '.join(reasons)}"))
+        problems.append(Problem("parallel.tensor", "not-divisible", f"is {parallel.tensor}, but {'; '.join(reasons)}"))
     problems += unshareable(architecture(config.model), parallel.context)
     if problems:
         raise ConfigError(problems)
@@ -212,6 +214,6 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
     try:
         return read_tokenizer(checkpoint.verified("tokenizer.json"))
     except BrokenCheckpoint as error:
-        raise Unusable(str(error)) from error
+        raise Unusable(str(error), code="unreadable") from error
     except BadTokenizer as error:
-        raise Unusable(f"{checkpoint.folder / 'tokenizer.json'} can't be read: {error}") from error
+        raise Unusable(f"{checkpoint.folder / 'tokenizer.json'} can't be read: {error}", code="unreadable") from error

@@ -120,7 +120,10 @@ def named_or_file(name: str) -> dict[str, Any]:
     if name in SUITES:
         return SUITES[name]
     if not Path(name).exists():
-        raise Unusable(f"{name!r} is no file and no suite{did_you_mean(name, SUITES)}; there are {', '.join(SUITES)}")
+        raise Unusable(
+            f"{name!r} is no file and no suite{did_you_mean(name, SUITES)}; there are {', '.join(SUITES)}",
+            code="unknown-name",
+        )
     return read_keys(Path(name), KEYS[""])
 
 
@@ -137,14 +140,17 @@ def suite_of(
     for name in suite.instruments:
         if name not in INSTRUMENTS:
             raise Unusable(
-                f"instruments: there is no {name!r}{did_you_mean(name, INSTRUMENTS)}; has {tuple(INSTRUMENTS)}"
+                f"instruments: there is no {name!r}{did_you_mean(name, INSTRUMENTS)}; has {tuple(INSTRUMENTS)}",
+                code="unknown-name",
             )
     suite.instrument_length = tokens_of(asked.get("instrument_length", "16x"), seq_len)
     for entry in _entries(asked, "tasks"):
         unknown("tasks", entry)
         options = entry.get("options", {})
         if not isinstance(options, Mapping):
-            raise Unusable(f"tasks: options is {options!r}, must be values by name, such as {{digits: 3}}")
+            raise Unusable(
+                f"tasks: options is {options!r}, must be values by name, such as {{digits: 3}}", code="wrong-type"
+            )
         settings = [f"{key}={value}" for key, value in options.items()]
         tasks = all_named([str(entry.get("task", ""))], settings)
         num_samples = samples or number(entry, "samples", default_samples)
@@ -157,7 +163,7 @@ def suite_of(
         unknown("perplexity", entry)
         suite.perplexities += _perplexities(entry, seq_len, lengths)
     if not (suite.cells or suite.perplexities or suite.instruments):
-        raise Unusable("nothing is asked for: tasks, perplexity and instruments are empty")
+        raise Unusable("nothing is asked for: tasks, perplexity and instruments are empty", code="missing")
     return suite
 
 
@@ -170,19 +176,25 @@ def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str]
     score = entry.get("score", "new")
     stride = tokens_of(entry.get("stride", context), seq_len)
     if score not in SCORES:
-        raise Unusable(f"perplexity.score is {score!r}, must be new or all")
+        raise Unusable(f"perplexity.score is {score!r}, must be new or all", code="unknown-name")
     if stride > context:
-        raise Unusable(f"perplexity.stride is {stride}, must be at most context={context}, or tokens are skipped")
+        raise Unusable(
+            f"perplexity.stride is {stride}, must be at most context={context}, or tokens are skipped",
+            code="out-of-range",
+        )
     if context > seq_len:
         cure = f"longer texts are `lengths`, and --seq-len {context} says that it was trained so"
-        raise Unusable(f"perplexity.context is {context}, must be at most the training length, {seq_len}: {cure}")
+        raise Unusable(
+            f"perplexity.context is {context}, must be at most the training length, {seq_len}: {cure}",
+            code="out-of-range",
+        )
     return [PerplexityOf(context, number(entry, "windows", 64), stride, score)]
 
 
 def unknown(section: str, entry: Any) -> None:
     """Raise Unusable if an entry is not a mapping, or has unknown keys."""
     if not isinstance(entry, Mapping):
-        raise Unusable(f"{section}: {entry!r} has no keys; it may have {', '.join(KEYS[section])}")
+        raise Unusable(f"{section}: {entry!r} has no keys; it may have {', '.join(KEYS[section])}", code="wrong-type")
     require_known(section or "the file", entry, KEYS[section])
 
 
@@ -190,7 +202,7 @@ def _entries(asked: Mapping[str, Any], key: str) -> list[Any]:
     """Copy a list from the definition; an absent one is empty."""
     entries = asked.get(key, [])
     if not isinstance(entries, list):
-        raise Unusable(f"{key} is {entries!r}, must be a list")
+        raise Unusable(f"{key} is {entries!r}, must be a list", code="wrong-type")
     return list(entries)
 
 
@@ -198,7 +210,7 @@ def number(entry: Mapping[str, Any], key: str, usual: int, least: int = 1) -> in
     """Return a whole number from an entry, or `usual` if it is absent. Raises Unusable below `least`."""
     value = entry.get(key, usual)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise Unusable(f"{key} is {value!r}, must be a whole number of at least {least}")
+        raise Unusable(f"{key} is {value!r}, must be a whole number of at least {least}", code="out-of-range")
     return value
 
 
@@ -206,7 +218,10 @@ def _lengths(entry: Mapping[str, Any]) -> list[Any]:
     """Return an entry's lengths. Raises Unusable if there are none."""
     lengths = entry.get("lengths")
     if not isinstance(lengths, list) or not lengths:
-        raise Unusable(f"{entry.get('task', 'perplexity')}: lengths is {lengths!r}, must be a list such as [1x, 4096]")
+        raise Unusable(
+            f"{entry.get('task', 'perplexity')}: lengths is {lengths!r}, must be a list such as [1x, 4096]",
+            code="wrong-type",
+        )
     return lengths
 
 
@@ -215,13 +230,16 @@ def tokens_of(text: str | int, seq_len: int) -> int:
     match = re.fullmatch(r"(?:(\d{1,9})/)?0*([1-9]\d{0,19})(x?)", str(text), re.ASCII)
     if match is None or (match[1] and not match[3]):
         raise Unusable(
-            f"a length is {shortened(str(text))}, must be tokens such as 8192, or training lengths such as 16x"
+            f"a length is {shortened(str(text))}, must be tokens such as 8192, or training lengths such as 16x",
+            code="malformed",
         )
     if match[1]:
         return max(1, int(match[1]) * seq_len // int(match[2]))
     tokens = int(match[2]) * (seq_len if match[3] else 1)
     if tokens > MOST_TOKENS:
-        raise Unusable(f"a length is {shortened(str(text))}, must be at most {MOST_TOKENS:,} tokens")
+        raise Unusable(
+            f"a length is {shortened(str(text))}, must be at most {MOST_TOKENS:,} tokens", code="out-of-range"
+        )
     return tokens
 
 
@@ -238,7 +256,9 @@ def fitting(suite: Suite, tokenizer: TextTokens, vocab_size: int, lenient: bool)
         else:
             left_out.append(f"{cell.label} at {cell.length}: {reason}")
     if left_out and (not lenient or not (kept_cells or suite.perplexities or suite.instruments)):
-        raise Unusable("\n".join([*left_out, "--lengths names other lengths, a file of tasks other tasks"]))
+        raise Unusable(
+            "\n".join([*left_out, "--lengths names other lengths, a file of tasks other tasks"]), code="does-not-fit"
+        )
     return Suite(kept_cells, suite.perplexities, suite.instruments, suite.instrument_length, left_out)
 
 

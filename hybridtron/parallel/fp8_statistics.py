@@ -84,5 +84,5 @@ def known_blocks(blocks: Iterable[Any], shapes: Mapping[str, tuple[int, ...]]) -
     for entry in stored_blocks:
         if entry.key.startswith("fp8_history.") and (stored_length := shapes[entry.key][1]) != entry.global_shape[1]:
             message = f"is {entry.global_shape[1]}, but the checkpoint remembers {stored_length} steps: set it so"
-            raise ConfigError([Problem("precision.history", message)])
+            raise ConfigError([Problem("precision.history", "changed", message)])
     return stored_blocks

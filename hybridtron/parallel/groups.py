@@ -130,7 +130,9 @@ def _check_meeting_place(environment: Mapping[str, str]) -> None:
     """Raise ConfigError if the rendezvous address is not set; torchrun sets it, srun does not."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
         cure = "export the first node's address and a free port, or submit with hybridtron submit, whose script does"
-        raise ConfigError([Problem(name, f"is not set, so that ranks can't connect: {cure}") for name in missing])
+        raise ConfigError(
+            [Problem(name, "missing", f"is not set, so that ranks can't connect: {cure}") for name in missing]
+        )
 
 
 def stop() -> None:

@@ -65,10 +65,13 @@ def main(arguments: list[str]) -> int:
     checkout = pages()
     output = chosen.output or (checkout and checkout / "cards")
     if output is None:
-        raise Unusable("--output FOLDER is needed where there is no checkout, whose benchmarks/ the cards would go to")
+        raise Unusable(
+            "--output FOLDER is needed where there is no checkout, whose benchmarks/ the cards would go to",
+            code="missing",
+        )
     path = chosen.records or (checkout and checkout / "rehearse.jsonl")
     if path is None or not path.is_file():
-        raise Unusable(f"--records {path}: no such file")
+        raise Unusable(f"--records {path}: no such file", code="no-file")
     records = SuiteRecords(path).read().values()
     for recipe in choices_of("recipe"):
         recipe_records = [record for record in records if record["recipe"] == recipe]
@@ -89,7 +92,7 @@ def measured_of(recipe: str, folder: Path) -> dict[str, Any]:
     path = measured_path(recipe, folder)
     measurements = json.loads(path.read_text()) if path.exists() else {}
     if unknown := sorted(measurements.keys() - LINES.keys()):
-        raise Unusable(f"{path}: no card has a line for {', '.join(unknown)}")
+        raise Unusable(f"{path}: no card has a line for {', '.join(unknown)}", code="unknown-name")
     return measurements
 
 

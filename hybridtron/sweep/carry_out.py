@@ -80,7 +80,8 @@ class Folder:
                 changed = sorted(set(earlier_settings) ^ set(settings))
                 raise Unusable(
                     f"{self.of(run.name)} was started with other settings ({', '.join(changed)}): "
-                    "name another folder with --output, or remove this run's"
+                    "name another folder with --output, or remove this run's",
+                    code="changed",
                 )
             recorded_settings[run.name] = settings
         self.path.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ class _File:
 
     def wrong(self, part: str, message: str) -> Unusable:
         """Build the exception for a faulty part."""
-        return Unusable(f"{self.path}: {part}: {message}")
+        return Unusable(f"{self.path}: {part}: {message}", code="malformed")
 
     def settings(self, part: str, given: Any) -> tuple[str, ...]:
         """Check that a part is a list with entries key=value, and none for run.dir."""
@@ -169,10 +169,10 @@ def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
             start = _name(variant.start, parts_of_name)
         settings = (*shared, *variant.settings, *(f"{key}={value}" for key, value in grid_values.items()))
         if name in runs:
-            raise Unusable(f"{path}: two runs would have the name {name}")
+            raise Unusable(f"{path}: two runs would have the name {name}", code="duplicate")
         runs[name] = SweepRun(name, variant.name, grid_values, settings, start, variant.best)
         if len(runs) > MOST_RUNS:
-            raise Unusable(f"{path} has more than {MOST_RUNS:,} runs")
+            raise Unusable(f"{path} has more than {MOST_RUNS:,} runs", code="out-of-range")
     return Sweep(tuple(runs.values()), tuple(grid), file.metrics())
 
 
@@ -185,7 +185,10 @@ def narrowed(sweep: Sweep, names: Collection[str] | None) -> Sweep:
     known = {*runs, *(run.variant for run in sweep.runs)} - {""}
     if unknown := sorted(set(names or ()) - known):
         have = ", ".join(sorted(known))
-        raise Unusable(f"there is no variant or run {unknown[0]!r}{did_you_mean(unknown[0], known)}; has {have}")
+        raise Unusable(
+            f"there is no variant or run {unknown[0]!r}{did_you_mean(unknown[0], known)}; has {have}",
+            code="unknown-name",
+        )
     chosen: set[str] = set()
     for run in sweep.runs:
         if names is None or run.variant in names or run.name in names:

@@ -111,7 +111,7 @@ class Task(ABC):
     def random(self, seed: int, index: int) -> Random:
         """Return the random generator for one sample. Raises TaskError for a negative seed or index."""
         if seed < 0 or index < 0:
-            raise TaskError(f"{self.name}: seed={seed} index={index}: both count from 0")
+            raise TaskError(f"{self.name}: seed={seed} index={index}: both count from 0", code="out-of-range")
         return Random(f"{self.name} {seed} {index}")  # a string seed is hashed: the same in every process and version
 
 
@@ -155,7 +155,7 @@ class TokenTask(Task):
 def training_seed(seed: int) -> int:
     """Map an evaluation seed to a training seed, which no evaluation set can have."""
     if not 0 <= seed < TRAINING_SEEDS:
-        raise TaskError(f"seed {seed}: a seed is from 0 to {TRAINING_SEEDS - 1}")
+        raise TaskError(f"seed {seed}: a seed is from 0 to {TRAINING_SEEDS - 1}", code="out-of-range")
     return TRAINING_SEEDS + seed
 
 

@@ -78,10 +78,14 @@ class Copying(TokenTask):
         shortest = self.shortest or longest
         if not 1 <= shortest <= longest:
             options = f"shortest={shortest} longest={longest}"
-            raise TaskError(f"{self.name}: {options}: at least 1 letter, and not fewer than the shortest")
+            raise TaskError(
+                f"{self.name}: {options}: at least 1 letter, and not fewer than the shortest", code="out-of-range"
+            )
         if longest > room:
             needed = f"it needs {2 * longest + FIXED}"
-            raise TaskError(f"{self.name}: longest={longest}: a length of {length} can't fit the row; {needed}")
+            raise TaskError(
+                f"{self.name}: longest={longest}: a length of {length} can't fit the row; {needed}", code="does-not-fit"
+            )
         return shortest, longest
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:

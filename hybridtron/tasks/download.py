@@ -63,19 +63,22 @@ def download(one: PublishedFile, folder: Path, moved: Callable[[int, int], objec
         if (existing_digest := hashlib.sha256(path.read_bytes()).hexdigest()) == one.sha256:
             return path
         raise TaskError(
-            f"{path} is another file than the published one: its SHA-256 is {existing_digest}; move it away"
+            f"{path} is another file than the published one: its SHA-256 is {existing_digest}; move it away",
+            code="changed",
         )
     folder.mkdir(parents=True, exist_ok=True)
     temporary = temporary_of(path)
     try:
         digest = _receive(one, temporary, moved)
         if digest != one.sha256:
-            raise TaskError(f"{one.url} is no longer the file with the SHA-256 {one.sha256}: it has {digest}")
+            raise TaskError(
+                f"{one.url} is no longer the file with the SHA-256 {one.sha256}: it has {digest}", code="changed"
+            )
         sync(temporary)
         temporary.replace(path)
     except (OSError, HTTPException) as error:
         cure = f"with a copy of {one.name} from elsewhere, data=FILE names it"
-        raise TaskError(f"{one.url} can't be fetched: {error}; {cure}") from error
+        raise TaskError(f"{one.url} can't be fetched: {error}; {cure}", code="unavailable") from error
     finally:
         temporary.unlink(missing_ok=True)
     return path

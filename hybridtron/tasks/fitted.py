@@ -92,7 +92,8 @@ class FittedTask(Task):
         """Raise TaskError if options or length are invalid; no sample is generated."""
         if length <= self.generate:
             raise TaskError(
-                f"{self.name}: a length of {length} has no room beside the {self.generate} generated tokens"
+                f"{self.name}: a length of {length} has no room beside the {self.generate} generated tokens",
+                code="does-not-fit",
             )
 
 

@@ -45,6 +45,9 @@ def shrink(size: Callable[[int], int], length: int, units: int, fewest: int, ste
     """
     while (needed := size(units)) > length:
         if units <= fewest:
-            raise TooShort(f"{what}: a length of {length} can't fit a sample, which needs {needed} tokens at least")
+            raise TooShort(
+                f"{what}: a length of {length} can't fit a sample, which needs {needed} tokens at least",
+                code="does-not-fit",
+            )
         units = max(fewest, units - step)
     return units

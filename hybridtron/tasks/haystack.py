@@ -71,7 +71,7 @@ def _words(provider: str, enough: int) -> list[str]:
     kind, _, place = provider.partition(":")
     readers = {"files": _files, "shards": _shards}
     if kind not in readers or not place:
-        raise TaskError(f"essay={provider}: is {SYNTHETIC}, files:DIR or shards:DIR")
+        raise TaskError(f"essay={provider}: is {SYNTHETIC}, files:DIR or shards:DIR", code="malformed")
     words: list[str] = []
     num_characters = 0
     for text in readers[kind](Path(place)):
@@ -80,7 +80,7 @@ def _words(provider: str, enough: int) -> list[str]:
         if num_characters > LARGEST_CORPUS:
             break
     if not words:
-        raise TaskError(f"essay={provider}: has no text")
+        raise TaskError(f"essay={provider}: has no text", code="missing")
     return words
 
 
@@ -96,12 +96,16 @@ def _files(folder: Path) -> Iterator[str]:
             reason = "has no .txt or .md file"
         else:
             reason = "is not a folder"
-        raise TaskError(f"essay=files:{folder}: {folder} {reason}; without a corpus, essay={SYNTHETIC} works")
+        raise TaskError(
+            f"essay=files:{folder}: {folder} {reason}; without a corpus, essay={SYNTHETIC} works", code="no-file"
+        )
     for file in files:
         try:
             yield read_regular(file, LARGEST_FILE).decode()
         except (Unreadable, OSError, UnicodeDecodeError) as error:
-            raise TaskError(f"essay=files:{folder}: {file} can't be read as UTF-8: {error}") from error
+            raise TaskError(
+                f"essay=files:{folder}: {file} can't be read as UTF-8: {error}", code="unreadable"
+            ) from error
 
 
 def _shards(path: Path) -> Iterator[str]:
@@ -117,4 +121,6 @@ def _shards(path: Path) -> Iterator[str]:
                 if len(text.split()) >= SHORTEST_DOCUMENT:
                     yield text
     except (FolderError, DataError, OSError) as error:
-        raise TaskError(f"essay=shards:{path}: {error}; without a corpus, essay={SYNTHETIC} works") from error
+        raise TaskError(
+            f"essay=shards:{path}: {error}; without a corpus, essay={SYNTHETIC} works", code="unreadable"
+        ) from error

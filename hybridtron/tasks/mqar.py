@@ -126,7 +126,7 @@ class MultiQueryRecall(TokenTask):
         ]
         for is_wrong, message in checks:
             if is_wrong:
-                raise TaskError(f"{self.name}: {message}")
+                raise TaskError(f"{self.name}: {message}", code="out-of-range")
 
     def chance(self) -> float:
         return 1 / (self.vocabulary - self.vocabulary // 2)

@@ -29,7 +29,10 @@ def named(name: str, settings: Sequence[str] = ()) -> Task:
     Raises TaskError for an unknown task, an unknown option, or an invalid value.
     """
     if name not in TASKS:
-        raise TaskError(f"there is no task {name}{did_you_mean(name, TASKS)}; `hybridtron tasks list` names all")
+        raise TaskError(
+            f"there is no task {name}{did_you_mean(name, TASKS)}; `hybridtron tasks list` names all",
+            code="unknown-name",
+        )
     task = TASKS[name]
     known = options_of(task)
     changed = {}
@@ -38,7 +41,8 @@ def named(name: str, settings: Sequence[str] = ()) -> Task:
         if option not in known or not text:
             names = ", ".join(known) or "none"
             raise TaskError(
-                f"{name}: {setting}: an option is set by NAME=VALUE{did_you_mean(option, known)}; it has {names}"
+                f"{name}: {setting}: an option is set by NAME=VALUE{did_you_mean(option, known)}; it has {names}",
+                code="unknown-name",
             )
         changed[option] = _read(name, option, text, known[option])
     return replace(task, **changed)  # pyrefly: ignore
@@ -74,9 +78,11 @@ def _read(name: str, option: str, text: str, default: object) -> object:
             return TRUTH[text.lower()]
         value = type(default)(text[:LONGEST_NUMBER] if isinstance(default, int) else text)  # pyrefly: ignore
         if isinstance(value, int) and abs(value) > MOST_OPTION:
-            raise TaskError(f"{name}: {option}={shortened(text)}: must be at most {MOST_OPTION:,}")
+            raise TaskError(f"{name}: {option}={shortened(text)}: must be at most {MOST_OPTION:,}", code="out-of-range")
         return value
     except TaskError:
         raise
     except (ValueError, KeyError) as error:
-        raise TaskError(f"{name}: {option}={text}: is of type {type(default).__name__}, such as {default}") from error
+        raise TaskError(
+            f"{name}: {option}={text}: is of type {type(default).__name__}, such as {default}", code="wrong-type"
+        ) from error

@@ -62,7 +62,7 @@ class Passkey(Task):
         num_filler = length - sum(map(len, parts))
         if num_filler < 0:
             message = f"{self.name}: a length of {length} can't fit the sample without filler"
-            raise TaskError(f"{message}; it needs {length - num_filler} tokens")
+            raise TaskError(f"{message}; it needs {length - num_filler} tokens", code="does-not-fit")
         num_before = round(depth * num_filler)
         filler = prefix_filler(tokenizer, num_before, self.trim)
         prompt = [*warning, *before, *filler, *middle, *after, *tiled(tokenizer, num_filler - num_before), *question]
@@ -90,9 +90,11 @@ class Passkey(Task):
 
     def _check(self) -> None:
         if not 1 <= self.digits <= MOST_DIGITS:
-            raise TaskError(f"{self.name}: digits={self.digits}: must be from 1 to {MOST_DIGITS:,}")
+            raise TaskError(
+                f"{self.name}: digits={self.digits}: must be from 1 to {MOST_DIGITS:,}", code="out-of-range"
+            )
         if self.trim not in TRIMS:
-            raise TaskError(f"{self.name}: trim={self.trim}: is {' or '.join(TRIMS)}")
+            raise TaskError(f"{self.name}: trim={self.trim}: is {' or '.join(TRIMS)}", code="unknown-name")
 
 
 def depth_of(index: int, steps: int, random: Random) -> float:
@@ -103,7 +105,7 @@ def depth_of(index: int, steps: int, random: Random) -> float:
     if steps == 0:
         return random.random()
     if steps < 2:
-        raise TaskError(f"depth_steps={steps}: at least 2 depths make a grid, and 0 draws them")
+        raise TaskError(f"depth_steps={steps}: at least 2 depths make a grid, and 0 draws them", code="out-of-range")
     return index % steps / (steps - 1)
 
 

@@ -62,13 +62,16 @@ def token_tasks(wanted: WrittenSet) -> Sequence[TokenTask]:
     for task in wanted.tasks:
         if not isinstance(task, TokenTask):
             cure = "`hybridtron tasks write` and `hybridtron data prepare --learn completion` prepare a task in text"
-            raise TaskError(f"{task.name} is in text: {cure}")
+            raise TaskError(f"{task.name} is in text: {cure}", code="unsupported")
         if task.sample(wanted.seed, 0, ByteTokens(), wanted.lengths[0]).labels is not None:
             cure = "follows=true puts each value behind its key"
-            raise TaskError(f"{task.name}: its targets are not the next token, which prepared tokens are: {cure}")
+            raise TaskError(
+                f"{task.name}: its targets are not the next token, which prepared tokens are: {cure}",
+                code="unsupported",
+            )
         tasks.append(task)
     if not wanted.training:
-        raise TaskError("--training 0: a prepared folder has training samples")
+        raise TaskError("--training 0: a prepared folder has training samples", code="out-of-range")
     return tasks
 
 

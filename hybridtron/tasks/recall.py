@@ -62,7 +62,10 @@ class JointRecall(TokenTask):
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
         ranges = self.ranges()
         if (needed := row_length([largest for _, largest in ranges])) > length:
-            raise TaskError(f"{self.name}: sizes={self.sizes}: a length of {length} can't fit it; it needs {needed}")
+            raise TaskError(
+                f"{self.name}: sizes={self.sizes}: a length of {length} can't fit it; it needs {needed}",
+                code="does-not-fit",
+            )
         random = self.random(seed, index)
         counts = [random.randint(fewest, most) for fewest, most in ranges]
         firsts = [FIRST_KEY + SYMBOLS * above for above in reversed(range(len(counts)))]
@@ -100,11 +103,11 @@ class JointRecall(TokenTask):
         matches = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in self.sizes.split(",")]
         ranges = [(int(match[1]), int(match[2] or match[1])) for match in matches if match]
         if not 1 <= self.symbols <= SYMBOLS:
-            raise TaskError(f"{self.name}: symbols={self.symbols}: is from 1 to {SYMBOLS}")
+            raise TaskError(f"{self.name}: symbols={self.symbols}: is from 1 to {SYMBOLS}", code="out-of-range")
         usable = all(1 <= fewest <= most <= self.symbols for fewest, most in ranges)
         if not usable or not 1 <= len(ranges) == len(matches) <= MOST_LEVELS:
             cure = f"1 to {MOST_LEVELS} ranges from 1 to {self.symbols}, such as 5-16,5-16"
-            raise TaskError(f"{self.name}: sizes={self.sizes}: is {cure}")
+            raise TaskError(f"{self.name}: sizes={self.sizes}: is {cure}", code="out-of-range")
         return ranges
 
     def chance(self) -> float:

@@ -53,7 +53,7 @@ def open_tokens(name: str) -> TextTokens:
     if name == BYTES:
         return ByteTokens()
     if (fault := possible_path(name)) is not None:
-        raise TaskError(f"--tokenizer {fault}")
+        raise TaskError(f"--tokenizer {fault.message}", code=fault.code)
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
@@ -61,9 +61,9 @@ def open_tokens(name: str) -> TextTokens:
         tokenizer = read_tokenizer(content, spelled=True)
     except FileNotFoundError as error:
         cure = f"name a folder with tokenizer.json, that file, or {BYTES}"
-        raise TaskError(f"--tokenizer {name}: there is no {file}; {cure}") from error
+        raise TaskError(f"--tokenizer {name}: there is no {file}; {cure}", code="no-file") from error
     except (Unreadable, OSError) as error:
-        raise TaskError(f"--tokenizer {name}: {file} can't be read: {error}") from error
+        raise TaskError(f"--tokenizer {name}: {file} can't be read: {error}", code="unreadable") from error
     except BadTokenizer as error:
-        raise TaskError(f"--tokenizer {name}: {file} is no tokenizer.json: {error}") from error
+        raise TaskError(f"--tokenizer {name}: {file} is no tokenizer.json: {error}", code="unreadable") from error
     return FileTokens(tokenizer, hashlib.sha256(content).hexdigest())

@@ -59,7 +59,9 @@ def lists() -> dict[str, tuple[str, ...]]:
         from wonderwords import RandomWord
     except ModuleNotFoundError as error:
         cure = "pip install 'hybridtron[tasks]'; passkey, vt, fwe, niah_multikey_3 and the tasks on token ids need none"
-        raise TaskError(f"this task takes its words from the package wonderwords: {cure}") from error
+        raise TaskError(
+            f"this task takes its words from the package wonderwords: {cure}", code="not-installed"
+        ) from error
     words = RandomWord()
     return {kind: tuple(sorted(set(words.filter(include_categories=[kind])))) for kind in KINDS}
 

@@ -61,7 +61,7 @@ def distinct(
     while num_distinct < count:
         if index >= TRIES * count:
             message = f"{task.name}: a length of {length} gives {num_distinct} distinct samples in {index} tries"
-            raise TaskError(f"{message}, and {count} are asked for")
+            raise TaskError(f"{message}, and {count} are asked for", code="does-not-fit")
         sample = task.sample(seed, index, tokenizer, length)
         index += 1
         if (digest := identity(sample)) not in seen:

@@ -51,14 +51,20 @@ def check_unchanged(start: Checkpoint, config: Config) -> None:
     if last_step(config) == step:
         configured["run.max_steps"] = trained.get("run.max_steps")
     problems = [
-        Problem(key, f"is {_shown(configured, key)}, and was {_shown(trained, key)} when {config.run.dir} was trained")
+        Problem(
+            key,
+            "changed",
+            f"is {_shown(configured, key)}, and was {_shown(trained, key)} when {config.run.dir} was trained",
+        )
         for key in {**configured, **trained}
         if configured.get(key) != trained.get(key) and not FREE.fullmatch(key)
     ]
     if problems:
         why = f"has finished at step {step}, so that nothing would be done with these keys: leave them as they were"
         cure = "a run of its own is run.name=NAME or run.dir=FOLDER, one from scratch here run.resume=never"
-        raise ConfigError([*problems, Problem("run.dir", f"{why}; {cure}; phases or run.max_steps train further")])
+        raise ConfigError(
+            [*problems, Problem("run.dir", "changed", f"{why}; {cure}; phases or run.max_steps train further")]
+        )
 
 
 def _shown(values: dict[str, Any], key: str) -> str:

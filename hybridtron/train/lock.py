@@ -75,7 +75,9 @@ class RunLock:
                 reason = error.strerror
             else:
                 reason = error
-            raise ConfigError([Problem("run.dir", f"{self.run_dir} can't be used: {reason}; name a folder")]) from error
+            raise ConfigError(
+                [Problem("run.dir", "unreadable", f"{self.run_dir} can't be used: {reason}; name a folder")]
+            ) from error
         threading.Thread(target=self._renew, name="lock", daemon=True).start()
         return self
 
@@ -103,7 +105,7 @@ class RunLock:
             holder = self._holder or "another process"
             if time.monotonic() > until or self.given_up():
                 cure = "stop it, or name another folder"
-                raise ConfigError([Problem("run.dir", f"{self.run_dir} is in use by {holder}: {cure}")])
+                raise ConfigError([Problem("run.dir", "in-use", f"{self.run_dir} is in use by {holder}: {cure}")])
             if not reported:
                 waits = f"waiting up to {self.patience_s:.0f} s"
                 print(f"{self.run_dir} is in use by {holder}; {waits}", file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ def open_run_folder(config: Config) -> Path:
         (run_dir / "config.yaml").write_text(to_yaml(config))
         (run_dir / FILE).unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError([Problem("run.dir", f"can't be used: {error}; name a folder")]) from error
+        raise ConfigError([Problem("run.dir", "unreadable", f"can't be used: {error}; name a folder")]) from error
     return run_dir
 
 

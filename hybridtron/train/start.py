@@ -49,7 +49,9 @@ def starting_point(config: Config) -> Checkpoint | None:
     checkpoint = checkpoints.newest(run_dir)
     if checkpoint is None and (broken := checkpoints.all_of(run_dir)):
         cure = "start from scratch with run.resume=never, or name another checkpoint"
-        raise ConfigError([Problem("run.resume", f"finds {len(broken)} checkpoints, none of them whole; {cure}")])
+        raise ConfigError(
+            [Problem("run.resume", "unreadable", f"finds {len(broken)} checkpoints, none of them whole; {cure}")]
+        )
     return checkpoint
 
 
@@ -70,13 +72,13 @@ def _named(named: str, key: str) -> Checkpoint:
     if named.endswith(BEST):
         if (checkpoint := checkpoints.best(path)) is None:
             why = f"{path} holds no checkpoint with a held-out loss, which those of steps have at which it is measured"
-            raise ConfigError([Problem(key, f"{why} (run.eval_every): name another folder")])
+            raise ConfigError([Problem(key, "no-file", f"{why} (run.eval_every): name another folder")])
         return checkpoint
     if not (path / "checkpoints").exists():
         return opened(path, key, cure)
     checkpoint = checkpoints.newest(path)
     if checkpoint is None:
-        raise ConfigError([Problem(key, f"{path} holds no checkpoint; {cure}")])
+        raise ConfigError([Problem(key, "no-file", f"{path} holds no checkpoint; {cure}")])
     return checkpoint
 
 
@@ -85,7 +87,7 @@ def opened(path: Path, key: str, cure: str) -> Checkpoint:
     try:
         return Checkpoint.open(path)
     except BrokenCheckpoint as error:
-        raise ConfigError([Problem(key, f"{error}; {cure}")]) from error
+        raise ConfigError([Problem(key, "unreadable", f"{error}; {cure}")]) from error
 
 
 def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
@@ -107,7 +109,9 @@ def check_same_model(start: Checkpoint, config: Config) -> None:
     if (stored := start.config.optim.name) != config.optim.name:
         differences.append(("optim.name", f"is {config.optim.name}, but {start.folder} holds the state of {stored}"))
     if differences:
-        raise ConfigError([Problem(key, f"{message}: set it so, or run.resume=never") for key, message in differences])
+        raise ConfigError(
+            [Problem(key, "changed", f"{message}: set it so, or run.resume=never") for key, message in differences]
+        )
 
 
 def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow: bool = False) -> list[str]:
@@ -125,7 +129,7 @@ def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow
     shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (stored, same)]
     if shapes[0] != shapes[1]:
         cure = f"set it so, or name another {key}"
-        raise ConfigError([Problem(key, f"{message}: {cure}") for key, message in differences])
+        raise ConfigError([Problem(key, "mismatch", f"{message}: {cure}") for key, message in differences])
     return [f"{key} {message}" for key, message in differences] + _new_weights(new)
 
 
@@ -211,12 +215,12 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fou
     accepted = config.run.accept_data_changes
     cure = "set it back, start from scratch with run.resume=never, or continue anyway with run.accept_data_changes=true"
     differences = [
-        Problem(key, f"is {found[key]}, was {stored[key]} at step {step} of {phase.settings.name}")
+        Problem(key, "changed", f"is {found[key]}, was {stored[key]} at step {step} of {phase.settings.name}")
         for key in keys
         if stored.get(key, found[key]) != found[key]
     ]
     if differences and not accepted:
-        raise ConfigError([Problem(problem.key, f"{problem.message}; {cure}") for problem in differences])
+        raise ConfigError([replace(problem, message=f"{problem.message}; {cure}") for problem in differences])
     return differences
 
 

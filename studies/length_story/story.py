@@ -45,7 +45,7 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
     from studies.length_story.pages import Findings, draw, page
 
     if missing := [part for part in PARTS if not measured[part]]:
-        raise Unusable(f"no run of {' and '.join(missing)} has finished")
+        raise Unusable(f"no run of {' and '.join(missing)} has finished", code="no-file")
     language = by_variant(measured, "language")
     copying = by_variant(measured, "copying")
     curves = {name: {seed: Curve(**curve) for seed, curve in seeds.items()} for name, seeds in language.items()}

@@ -61,7 +61,7 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
     Times the steps too. Raises Unusable if the yardstick has no finished run on text.
     """
     if not any(run.variant == YARDSTICK for run, _ in measured["text"]):
-        raise Unusable(f"no run of {YARDSTICK} on text has finished, with which the page compares")
+        raise Unusable(f"no run of {YARDSTICK} on text has finished, with which the page compares", code="no-file")
     by_mixer = gathered(measured["text"], measured["recall"])
     for name, timing in step_times([run for run, _ in measured["text"]]).items():
         by_mixer[name].step = timing

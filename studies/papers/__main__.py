@@ -53,7 +53,9 @@ def main(arguments: list[str]) -> int:
     try:
         wanted = [claim for claim in claims if chosen.only is None or claim.name == chosen.only]
         if not wanted:
-            raise Unusable(f"--only {chosen.only} is none of {', '.join(claim.name for claim in claims)}")
+            raise Unusable(
+                f"--only {chosen.only} is none of {', '.join(claim.name for claim in claims)}", code="unknown-name"
+            )
         if chosen.fill:
             return filled(chosen, claims, where)
         if chosen.submit:
@@ -121,7 +123,9 @@ def filled(chosen: argparse.Namespace, claims: Sequence[Claim], where: Where) ->
     claim = next((claim for claim in claims if claim.name == name), None)
     if claim is None:
         names = [known.name for known in claims]
-        raise Unusable(f"--fill {name} is no claim{did_you_mean(name, names)}; there are {', '.join(names)}")
+        raise Unusable(
+            f"--fill {name} is no claim{did_you_mean(name, names)}; there are {', '.join(names)}", code="unknown-name"
+        )
     print(f"written to {fill(claim, runs, ROOT / RUNS[chosen.full], where.kept('papers'))}")
     return 0
 

@@ -120,7 +120,7 @@ def expected(chain: Chain) -> float:
     (phase,) = resolve(config)
     layouts = fit(config, 1, GPUS["h100"].memory)
     if not layouts:
-        raise Unusable(f"{' '.join(chain[-1])} fits into no layout of one H100")
+        raise Unusable(f"{' '.join(chain[-1])} fits into no layout of one H100", code="does-not-fit")
     recipe = next(text.removeprefix("recipe=") for text in chain[-1] if text.startswith("recipe="))
     rate, launches = rehearsed(recipe)
     launches *= recipes_micro_batch(chain) / phase.settings.micro_batch
@@ -177,7 +177,10 @@ def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
     """
     if claim.timed:
         if given:
-            raise Unusable(f"{claim.name} reads no run: it times {', '.join(claim.timed_models) or 'attention alone'}")
+            raise Unusable(
+                f"{claim.name} reads no run: it times {', '.join(claim.timed_models) or 'attention alone'}",
+                code="no-effect",
+            )
         speed.write(speed.measured_on_gpu(claim), path_of(folder, claim))
         return path_of(folder, claim)
     on_gpu = claim.on_gpu
@@ -185,7 +188,7 @@ def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
         cure = "no run on a GPU shows it"
         if on_gpu:
             cure = f"hybridtron evaluate RUN {on_gpu.reads} shows it"
-        raise Unusable(f"{claim.name} has no column to fill; {cure}")
+        raise Unusable(f"{claim.name} has no column to fill; {cure}", code="no-effect")
     known = {run.name: runs / on_gpu.sweep / run.name for run in read_runs(on_gpu)}
     chosen = dict(_named(text, known, claim) for text in given) or known
     places = [place for name, run in chosen.items() for place in _places(name, run, on_gpu.every)]
@@ -207,7 +210,7 @@ def _named(text: str, known: Collection[str], claim: Claim) -> tuple[str, Path]:
             return name, Path(text[len(name) + 1 :])
     unknown = text.partition("=")[0]
     cure = f"{did_you_mean(unknown, known)}; give NAME=RUN of {', '.join(known)}"
-    raise Unusable(f"{claim.name} is not read from {text!r}{cure}")
+    raise Unusable(f"{claim.name} is not read from {text!r}{cure}", code="unknown-name")
 
 
 def _places(name: str, run: Path, every: bool) -> Iterator[tuple[str, Path]]:

@@ -71,7 +71,7 @@ def measured_on_gpu(claim: Claim) -> dict[str, Any]:
     from hybridtron.device import compute_device
 
     if compute_device().type != "cuda":
-        raise Unusable(f"{claim.name} is timed on a GPU, and there is none here")
+        raise Unusable(f"{claim.name} is timed on a GPU, and there is none here", code="unavailable")
     return measured(claim.timed, claim.timed_models)
 
 

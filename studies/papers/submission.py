@@ -52,7 +52,10 @@ def script(claims: Sequence[Claim], full: bool, whole: bool) -> str:
     shown = [claim for claim in claims if claim.on_gpu is not None]
     timed = [claim for claim in claims if claim.timed]
     if not shown and not timed:
-        raise Unusable(f"no run on a GPU shows {', '.join(claim.name for claim in claims)}: its page says what does")
+        raise Unusable(
+            f"no run on a GPU shows {', '.join(claim.name for claim in claims)}: its page says what does",
+            code="unavailable",
+        )
     queued = [_of(sweep, of, full, whole) for sweep, of in by_sweep(shown).items()]
     if full and whole:
         queued += _others([item.sweep for item in queued])

@@ -44,7 +44,7 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
     for run, result in runs:
         readings.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.measured)
     if missing := [name for name in (BASE, YARDSTICK) if name not in readings]:
-        raise Unusable(f"no run of {' and '.join(missing)} has finished, with which the page compares")
+        raise Unusable(f"no run of {' and '.join(missing)} has finished, with which the page compares", code="no-file")
     settings = {run.variant: run.settings for run, _ in runs}
     timed = {name: settings[name] for name in COSTS if name in settings}
     draw(readings, output / "span_study.png")

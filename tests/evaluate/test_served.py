@@ -35,7 +35,7 @@ def without_weights(monkeypatch: pytest.MonkeyPatch):
     groups.stop()
 
 
-@pytest.mark.parametrize("error", [None, Unusable("no such text"), KeyError("text")])
+@pytest.mark.parametrize("error", [None, Unusable("no such text", code="no-file"), KeyError("text")])
 def test_groups_end_with_the_block(error: Exception | None) -> None:
     if error is None:
         read(error)
@@ -49,7 +49,7 @@ def test_groups_end_with_the_block(error: Exception | None) -> None:
 
 def test_groups_end_if_weights_are_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(checkpoint: object, model: object) -> None:
-        raise Unusable("damaged")
+        raise Unusable("damaged", code="unreadable")
 
     monkeypatch.setattr(served, "fill", refuse)
     with pytest.raises(Unusable, match="damaged"):

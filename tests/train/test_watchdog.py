@@ -181,5 +181,5 @@ def test_the_outcome_of_each_end(tmp_path: Path) -> None:
     assert not (tmp_path / "b" / "outcome.json").exists()
     for rank in (1, 0):
         with pytest.raises(ConfigError, match="is wrong"), unfinished(connected(tmp_path / "b", rank)):
-            raise ConfigError([Problem("seq_len", "is wrong")])
+            raise ConfigError([Problem("seq_len", "out-of-range", "is wrong")])
     assert outcome_of(tmp_path / "b")["rank"] == 1

@@ -32,15 +32,15 @@ def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
             continue
         if not _NAME.fullmatch(name):
             rule = "its export is a folder of this name: use letters, digits, dots, - and _, and no dot in front"
-            yield Problem(phase.own_key("name"), f"is {name!r}, and {rule}")
+            yield Problem(phase.own_key("name"), "malformed", f"is {name!r}, and {rule}")
         if fault is not None:
-            yield Problem(phase.own_key("export"), f"is {export}, but {fault}")
+            yield Problem(phase.own_key("export"), "not-installed", f"is {export}, but {fault}")
         if phase.arch is None:
             continue
         try:
             export_class(phase.model, export)
         except CannotExport as error:
-            yield Problem(phase.own_key("export"), f"is {export}, but {error}")
+            yield Problem(phase.own_key("export"), "unsupported", f"is {export}, but {error}")
 
 
 def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
@@ -60,6 +60,7 @@ def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> I
             continue
         yield Problem(
             phase.own_key("export"),
+            "exists",
             f"goes to {output} at step {step}, but what is there was not made by this run at that step: "
             "move it away, or give the phase another name",
         )

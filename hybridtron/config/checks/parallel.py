@@ -29,7 +29,9 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
     yield from _overlap(parallel)
     if parallel.gradient_accumulation_fusion and phase.config.run.compile:
         yield Problem(
-            "parallel.gradient_accumulation_fusion", "is true, which run.compile can't trace: set one to false"
+            "parallel.gradient_accumulation_fusion",
+            "unsupported",
+            "is true, which run.compile can't trace: set one to false",
         )
     yield from _offload(phase)
     yield from _transformer_engine(parallel)
@@ -52,7 +54,9 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
     possible = parallel.distributed_optimizer and parallel.overlap_grad_reduce is not False
     if parallel.overlap_param_gather and not possible:
         needed = "parallel.distributed_optimizer=true and parallel.overlap_grad_reduce=true"
-        yield Problem("parallel.overlap_param_gather", f"is true, which needs {needed}: set both, or use false")
+        yield Problem(
+            "parallel.overlap_param_gather", "needs-other-key", f"is true, which needs {needed}: set both, or use false"
+        )
 
 
 def _offload(phase: ResolvedPhase) -> Iterator[Problem]:
@@ -69,14 +73,20 @@ def _offload(phase: ResolvedPhase) -> Iterator[Problem]:
         "precision.emulate=true": phase.precision.name in FP8_MULTIPLES and not phase.precision.emulate,
     }
     if parallel.offload and (needed := [setting for setting, is_against in others.items() if is_against]):
-        yield Problem("parallel.offload", f"is {parallel.offload}, which needs {' and '.join(needed)}: or use 0")
+        yield Problem(
+            "parallel.offload",
+            "needs-other-key",
+            f"is {parallel.offload}, which needs {' and '.join(needed)}: or use 0",
+        )
 
 
 def _transformer_engine(parallel: ParallelConfig) -> Iterator[Problem]:
     """Check that Transformer Engine is installed if its layers are requested."""
     if parallel.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         cure = "pip install transformer-engine[pytorch], or use false for megatron-core's layers"
-        yield Problem("parallel.transformer_engine", f"is true, but transformer_engine is not installed: {cure}")
+        yield Problem(
+            "parallel.transformer_engine", "not-installed", f"is true, but transformer_engine is not installed: {cure}"
+        )
 
 
 def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
@@ -92,10 +102,13 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
         return
     if reasons := uncuttable(model, tensor):
         fitting = [size for size in range(1, MAX_TENSOR + 1) if not uncuttable(model, size)]
-        yield Problem("parallel.tensor", f"is {tensor}, but {'; '.join(reasons)}: use {choice(fitting)}")
+        yield Problem(
+            "parallel.tensor", "not-divisible", f"is {tensor}, but {'; '.join(reasons)}: use {choice(fitting)}"
+        )
     if parallel.sequence and seq_len > 0 and seq_len % tensor:
         yield Problem(
             phase.own_key("seq_len"),
+            "not-divisible",
             f"is {seq_len}, which parallel.sequence can't share over parallel.tensor={tensor} ranks: "
             f"use {choice(multiples_near(tensor, seq_len))}",
         )
@@ -115,14 +128,20 @@ def _context(phase: ResolvedPhase) -> Iterator[Problem]:
     if length > 0 and length % (context * tensor):
         yield Problem(
             phase.own_key("seq_len"),
+            "not-divisible",
             f"is {length}, which parallel.context={context} can't share out: "
             f"use {choice(multiples_near(context * tensor, length))}",
         )
     if phase.config.run.compile:
-        yield Problem("parallel.context", f"is {context}, which run.compile can't trace: use 1, or run.compile=false")
+        yield Problem(
+            "parallel.context",
+            "unsupported",
+            f"is {context}, which run.compile can't trace: use 1, or run.compile=false",
+        )
     if phase.chunks_together > 1:
         yield Problem(
             "parallel.context",
+            "unsupported",
             f"is {context}, but {phase.own_key('states')} runs {phase.chunks_together} chunks of a row in one pass: "
             "use 1, or rows as long as those chunks together",
         )
@@ -132,14 +151,16 @@ def _context(phase: ResolvedPhase) -> Iterator[Problem]:
         grown = [n for n, part in spec.state_parts(sizes).items() if part.kind in kinds and None in part.shape]
         if grown:
             what = f"takes the {grown[0]} of model.layers.{letter}, which grow with every row: use parallel.context=1"
-            yield Problem("states.carry", what)
+            yield Problem("states.carry", "unsupported", what)
 
 
 def unshareable(arch: Architecture, context: int) -> Iterator[Problem]:
     """Report layers of the pattern that do not support context parallelism."""
     if context > 1 and (whole := [letter for letter, spec in arch.by_letter.items() if not spec.shares_rows]):
         letters = ", ".join(f"model.layers.{letter}" for letter in whole)
-        yield Problem("parallel.context", f"is {context}, but {letters} can't share a row out over ranks: use 1")
+        yield Problem(
+            "parallel.context", "unsupported", f"is {context}, but {letters} can't share a row out over ranks: use 1"
+        )
 
 
 def uncuttable(model: ModelConfig, tensor: int) -> list[str]:
@@ -163,12 +184,13 @@ def _pipeline(phase: ResolvedPhase) -> Iterator[Problem]:
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield Problem(
             "parallel.virtual_pipeline",
+            "needs-other-key",
             f"is {parallel.virtual_pipeline}, but one pipeline rank has nothing to interleave: "
             "use 1, or parallel.pipeline of at least 2",
         )
     elif phase.arch is not None and parallel.virtual_pipeline > 1 and phase.arch.carries_embedding:
         why = "but a rank would hold what places of a letter share in each of its virtual stages: use 1"
-        yield Problem("parallel.virtual_pipeline", f"is {parallel.virtual_pipeline}, {why}")
+        yield Problem("parallel.virtual_pipeline", "unsupported", f"is {parallel.virtual_pipeline}, {why}")
     elif phase.arch is not None:
         yield from stage_problems(phase.model, parallel)
 
@@ -197,6 +219,7 @@ def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> I
         fitting = choice(multiples_near(shared, rows))
         yield Problem(
             key,
+            "not-divisible",
             f"is {rows}, must share out to {data_ranks} data-parallel ranks in micro batches of "
             f"{micro}: use {fitting}, or another micro_batch",
         )
@@ -206,6 +229,7 @@ def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> I
         fitting = choice(multiples_near(math.lcm(shared, together * parallel.pipeline), rows))
         yield Problem(
             key,
+            "not-divisible",
             f"is {rows}, which makes {count} micro batches a data-parallel rank; virtual stages of "
             f"parallel.pipeline={parallel.pipeline} need a multiple of {parallel.pipeline}: "
             f"use {fitting}, or another micro_batch",

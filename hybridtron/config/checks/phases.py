@@ -23,7 +23,9 @@ from hybridtron.problems import Problem, choice, did_you_mean
 def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """List all problems of the phases and their order."""
     if not phases:
-        yield Problem("phases", "is empty: a run needs at least one phase with tokens, seq_len, global_batch and lr")
+        yield Problem(
+            "phases", "missing", "is empty: a run needs at least one phase with tokens, seq_len, global_batch and lr"
+        )
     first_named: dict[str, int] = {}
     for index, phase in enumerate(config.phases):
         where = f"phases.{index}"
@@ -36,7 +38,9 @@ def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[
         yield from _trained(where, phases[index])
         earlier = first_named.setdefault(phase.name, index)
         if earlier != index:
-            yield Problem(f"{where}.name", f"is {phase.name!r}, as is that of phases.{earlier}: give it another")
+            yield Problem(
+                f"{where}.name", "duplicate", f"is {phase.name!r}, as is that of phases.{earlier}: give it another"
+            )
     yield from _durations(phases)
 
 
@@ -46,12 +50,12 @@ def _sizes(where: str, phase: PhaseConfig) -> Iterator[Problem]:
     if phase.global_batch % phase.micro_batch:
         fitting = divisors_near(phase.global_batch, phase.micro_batch)
         rule = f"must divide global_batch={phase.global_batch}: {choice(fitting)}"
-        yield Problem(f"{where}.micro_batch", f"is {phase.micro_batch}, {rule}")
+        yield Problem(f"{where}.micro_batch", "not-divisible", f"is {phase.micro_batch}, {rule}")
     with suppress(ValueError):  # reported by its limit
         if 0 < parse_tokens(phase.tokens) < phase.tokens_per_step:
             step = f"one step of seq_len={phase.seq_len} x global_batch={phase.global_batch}"
             cure = f"use at least {phase.tokens_per_step}"
-            yield Problem(f"{where}.tokens", f"is {phase.tokens}, less than {step}: {cure}")
+            yield Problem(f"{where}.tokens", "does-not-fit", f"is {phase.tokens}, less than {step}: {cure}")
 
 
 def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
@@ -59,23 +63,29 @@ def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
     piece = phase.lr_piece
     before = f"phases.{index - 1}"
     if piece is not LrPiece.rewarm and index == 0:
-        yield Problem(f"{where}.lr_piece", f"is {piece}, but there is no phase before: use rewarm")
+        yield Problem(f"{where}.lr_piece", "conflict", f"is {piece}, but there is no phase before: use rewarm")
         return
     if piece is LrPiece.rewarm and phase.lr is None:
-        yield Problem(f"{where}.lr", "must be set: the peak of the learning rate, such as 4e-4")
+        yield Problem(f"{where}.lr", "missing", "must be set: the peak of the learning rate, such as 4e-4")
     if piece is not LrPiece.rewarm and phase.lr is not None:
         cure = f"leave lr out, as it continues from {before}, or use lr_piece=rewarm"
-        yield Problem(f"{where}.lr", f"is {phase.lr}, but lr_piece={piece} has no peak of its own: {cure}")
+        yield Problem(f"{where}.lr", "conflict", f"is {phase.lr}, but lr_piece={piece} has no peak of its own: {cure}")
     if (piece is LrPiece.decay) != (phase.lr_to is not None):
         if phase.lr_to is None:
-            yield Problem(f"{where}.lr_to", "must be set for lr_piece=decay: the rate at the phase's end, such as 1e-5")
+            yield Problem(
+                f"{where}.lr_to", "missing", "must be set for lr_piece=decay: the rate at the phase's end, such as 1e-5"
+            )
         else:
-            yield Problem(f"{where}.lr_to", f"is {phase.lr_to}, which belongs to lr_piece=decay, not {piece}")
+            yield Problem(
+                f"{where}.lr_to", "no-effect", f"is {phase.lr_to}, which belongs to lr_piece=decay, not {piece}"
+            )
     if piece is LrPiece.carry_on:
         for name in ("schedule", "hold", "warmup", "decay", "final_lr"):
             if getattr(phase.optim, name) is not None:
                 why = f"but lr_piece=carry_on follows the course of {before}"
-                yield Problem(f"{where}.optim.{name}", f"is {getattr(phase.optim, name)}, {why}: leave it out")
+                yield Problem(
+                    f"{where}.optim.{name}", "no-effect", f"is {getattr(phase.optim, name)}, {why}: leave it out"
+                )
 
 
 def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
@@ -94,27 +104,37 @@ def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
             cure = f"use step={choice(fitting)}"
         else:
             cure = "use a smaller start"
-        yield Problem(f"{where}.ramp.step", f"is {ramp.step}, {needed}: {cure}")
+        yield Problem(f"{where}.ramp.step", "not-divisible", f"is {ramp.step}, {needed}: {cure}")
     for name in ("start", "step"):
         if phase.micro_batch > 0 and (size := getattr(ramp, name)) % phase.micro_batch:
-            yield Problem(f"{where}.ramp.{name}", f"is {size}, must be a multiple of micro_batch={phase.micro_batch}")
+            yield Problem(
+                f"{where}.ramp.{name}",
+                "not-divisible",
+                f"is {size}, must be a multiple of micro_batch={phase.micro_batch}",
+            )
     with suppress(ValueError):  # reported by their limits
         if parse_tokens(ramp.tokens) >= parse_tokens(phase.tokens):
-            yield Problem(f"{where}.ramp.tokens", f"is {ramp.tokens}, must be less than the phase's {phase.tokens}")
+            yield Problem(
+                f"{where}.ramp.tokens",
+                "out-of-range",
+                f"is {ramp.tokens}, must be less than the phase's {phase.tokens}",
+            )
     if resolved.states.mode is not StateMode.zero or resolved.order is not Order.windows:
         cure = "leave it out, or use states.mode=zero and data.order=windows"
-        yield Problem(f"{where}.ramp", f"is set, but a batch can grow only where no lane is carried on: {cure}")
+        yield Problem(
+            f"{where}.ramp", "conflict", f"is set, but a batch can grow only where no lane is carried on: {cure}"
+        )
 
 
 def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
     """Check that the phase's initial weights exist."""
     if index == 0 and phase.init_from is not None:
-        yield Problem(f"{where}.init_from", "is the first phase's: name those weights as run.weights")
+        yield Problem(f"{where}.init_from", "misplaced", "is the first phase's: name those weights as run.weights")
     elif phase.init_from is not None and not is_folder(folder_of(phase.init_from)):
         cure = "name a run's folder or one of its checkpoints"
-        yield Problem(f"{where}.init_from", f"is {shortened(phase.init_from)!r}, which is no folder: {cure}")
+        yield Problem(f"{where}.init_from", "no-file", f"is {shortened(phase.init_from)!r}, which is no folder: {cure}")
     if phase.moments is Moments.reset and index == 0:
-        yield Problem(f"{where}.moments", "is reset, but the first phase has none yet: leave it out")
+        yield Problem(f"{where}.moments", "no-effect", "is reset, but the first phase has none yet: leave it out")
 
 
 def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Problem]:
@@ -126,14 +146,16 @@ def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Proble
     for letter in unknown:
         known = list(config.model.layers)
         message = f"changes a letter that model.layers does not define{did_you_mean(letter, known)}"
-        yield Problem(f"{where}.layers.{letter}", f"{message}; it has {', '.join(known)}")
+        yield Problem(f"{where}.layers.{letter}", "unknown-name", f"{message}; it has {', '.join(known)}")
     if unknown or phase.before is None or phase.before.arch is None or phase.arch is None:
         return
     before = _weights(phase.before.model)
     after = _weights(phase.model)
     if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         cure = "a phase may change windows, RoPE bases and what else leaves the weights as they are"
-        yield Problem(f"{where}.layers", f"changes the weight {changed[0]} of phases.{phase.before.index}: {cure}")
+        yield Problem(
+            f"{where}.layers", "changed", f"changes the weight {changed[0]} of phases.{phase.before.index}: {cure}"
+        )
 
 
 def _path(phase: ResolvedPhase) -> Iterator[Problem]:
@@ -146,7 +168,9 @@ def _path(phase: ResolvedPhase) -> Iterator[Problem]:
     whose = "phase's" if phase.settings.data.mixture else "run's"
     cure = "to read that folder alone write mixture: null beside it, to read it too make it a source of the mixture"
     key = phase.own_key("data.path")
-    yield Problem(key, f"is {shortened(path)!r}, which the {whose} mixture does not read ({others}): {cure}")
+    yield Problem(
+        key, "no-effect", f"is {shortened(path)!r}, which the {whose} mixture does not read ({others}): {cure}"
+    )
 
 
 def _weights(model: ModelConfig) -> dict[str, tuple[object, object]]:
@@ -160,14 +184,16 @@ def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
     if (patterns := phase.settings.train) is None:
         return
     if not patterns:
-        yield Problem(f"{where}.train", "is empty: name weights such as layers.*.mixer.*, or leave it out for all")
+        yield Problem(
+            f"{where}.train", "missing", "is empty: name weights such as layers.*.mixer.*, or leave it out for all"
+        )
     if phase.arch is None:
         return
     names = list(parameter_table(phase.model))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             cure = f"{did_you_mean(pattern, names)}; weights are called {names[0]}, {names[1]} and so on"
-            yield Problem(f"{where}.train", f"has {pattern!r}, which is the name of no weight{cure}")
+            yield Problem(f"{where}.train", "unknown-name", f"has {pattern!r}, which is the name of no weight{cure}")
 
 
 def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
@@ -180,7 +206,9 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
         if phase.settings.lr_piece is LrPiece.decay and not shape.falls:
             fitting = ", ".join(name for name, candidate in SHAPES.items() if candidate.falls)
             key = phase.key("optim.schedule")
-            yield Problem(key, f"is {optim.schedule}, which lr_piece=decay can't follow to lr_to: use {fitting}")
+            yield Problem(
+                key, "conflict", f"is {optim.schedule}, which lr_piece=decay can't follow to lr_to: use {fitting}"
+            )
         if phase.settings.lr_piece is not LrPiece.rewarm:
             continue
         lengths = {"warmup": optim.warmup, "hold": optim.hold} | ({"decay": optim.decay} if shape.uses_decay else {})
@@ -197,6 +225,7 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
                 both = ""
             yield Problem(
                 phase.key("optim.warmup"),
+                "does-not-fit",
                 f"takes {readable(needed)} tokens{both}, more than phases.{phase.index} has: "
                 f"use at most {readable(whole)}, or a share such as 1%",
             )

@@ -37,7 +37,9 @@ def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
         missing = "transformer_engine (not installed: pip install transformer-engine[pytorch])"
         yield needs(precision, f"{missing} and a Hopper or newer GPU")
     if config.run.compile:
-        yield Problem("run.compile", f"is true, but precision.name={precision.name} can't be compiled: use false")
+        yield Problem(
+            "run.compile", "unsupported", f"is true, but precision.name={precision.name} can't be compiled: use false"
+        )
     yield from _tokens(phase)
     if phase.arch is not None and config.parallel.tensor >= 1:
         yield from _layers(config, phase.arch)
@@ -58,7 +60,9 @@ def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
 
 def needs(precision: PrecisionConfig, what: str) -> Problem:
     """Return the problem to report when FP8 lacks something, such as a package or a GPU."""
-    return Problem("precision.name", f"is {precision.name}, which needs {what}; {EMULATION}, or use bf16")
+    return Problem(
+        "precision.name", "unavailable", f"is {precision.name}, which needs {what}; {EMULATION}, or use bf16"
+    )
 
 
 def _moments(config: Config) -> Iterator[Problem]:
@@ -69,7 +73,11 @@ def _moments(config: Config) -> Iterator[Problem]:
     largest = max(config.optim.betas, default=0.0)
     if config.precision.moments == KeptFormat.bf16 and largest > BF16_DECAY:
         cure = f"use optim.betas of at most {BF16_DECAY}, or fp32"
-        yield Problem("precision.moments", f"is bf16, which rounds away what a decay rate of {largest} changes: {cure}")
+        yield Problem(
+            "precision.moments",
+            "conflict",
+            f"is bf16, which rounds away what a decay rate of {largest} changes: {cure}",
+        )
 
 
 def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
@@ -80,7 +88,9 @@ def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
         exceptions = f"precision.bf16_first={precision.bf16_first} and bf16_last={precision.bf16_last}"
         cure = f"use less than {count} together, or precision=bf16"
         yield Problem(
-            "precision.name", f"is {precision.name}, but {exceptions} leave none of {count} layers to it: {cure}"
+            "precision.name",
+            "no-effect",
+            f"is {precision.name}, but {exceptions} leave none of {count} layers to it: {cure}",
         )
 
 
@@ -100,7 +110,7 @@ def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
                 f"is {settings.seq_len}, which makes {tokens} tokens of {rows} rows{at}; {name} needs "
                 f"multiples of {multiple}: use {fitting}"
             )
-            yield Problem(phase.own_key("seq_len"), message)
+            yield Problem(phase.own_key("seq_len"), "not-divisible", message)
             return
 
 
@@ -112,7 +122,9 @@ def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
     tensor = config.parallel.tensor
     if width % multiple:
         fitting = choice(multiples_near(multiple, width))
-        yield Problem("model.width", f"is {width}, but {name} needs a multiple of {multiple}: use {fitting}")
+        yield Problem(
+            "model.width", "not-divisible", f"is {width}, but {name} needs a multiple of {multiple}: use {fitting}"
+        )
         return
     letters = {arch.letters[index] for index in fp8_layers(config)}
     for letter, spec in arch.by_letter.items():
@@ -136,11 +148,11 @@ def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weigh
     else:
         ranks = ""
     if spec.width_option is None:
-        return Problem(where, f"makes {weight}{ranks}; {needed}: use precision=bf16")
+        return Problem(where, "not-divisible", f"makes {weight}{ranks}; {needed}: use precision=bf16")
     fitting = _fitting(spec, spec.width_option, sizes, tensor, multiple)
     cure = choice(fitting) if fitting else "precision=bf16"
     message = f"is {getattr(spec, spec.width_option)}, which makes {weight}{ranks}; {needed}: use {cure}"
-    return Problem(f"{where}.{spec.width_option}", message)
+    return Problem(f"{where}.{spec.width_option}", "not-divisible", message)
 
 
 def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> str | None:

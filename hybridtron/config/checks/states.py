@@ -16,7 +16,7 @@ def states_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     if states.through_time and (states.mode is not StateMode.tbtt or states.chunks < 2):
         fault = f"is true with mode={states.mode} and chunks={states.chunks}"
         cure = "it joins the chunks of a step: use mode=tbtt with chunks of at least 2, or false"
-        yield Problem("states.through_time", f"{fault}; {cure}")
+        yield Problem("states.through_time", "needs-other-key", f"{fault}; {cure}")
     if states.mode is StateMode.zero:
         return
     yield from _order(phase)
@@ -52,16 +52,24 @@ def _order(phase: ResolvedPhase) -> Iterator[Problem]:
     order = phase.order
     walking = states.mode is StateMode.tbtt
     if walking and order is not Order.lanes:
-        yield Problem("data.order", f"is {order}, but {mode_key}=tbtt continues documents: use lanes, or leave it out")
+        yield Problem(
+            "data.order", "conflict", f"is {order}, but {mode_key}=tbtt continues documents: use lanes, or leave it out"
+        )
     if states.mode is StateMode.passing and order is Order.lanes:
-        yield Problem("data.order", f"is lanes, which is what {mode_key}=tbtt is for; passing uses windows")
+        yield Problem("data.order", "conflict", f"is lanes, which is what {mode_key}=tbtt is for; passing uses windows")
     if states.chunks < 1 or settings.global_batch % states.chunks:
-        yield Problem("states.chunks", f"is {states.chunks}, must divide global_batch={settings.global_batch}")
+        yield Problem(
+            "states.chunks", "not-divisible", f"is {states.chunks}, must divide global_batch={settings.global_batch}"
+        )
     elif states.chunks > 1 and not walking:
-        yield Problem("states.chunks", f"is {states.chunks}, which belongs to mode=tbtt: use 1")
+        yield Problem("states.chunks", "needs-other-key", f"is {states.chunks}, which belongs to mode=tbtt: use 1")
     elif settings.micro_batch >= 1 and phase.lanes % settings.micro_batch:  # a smaller one is reported by its limit
         lanes = f"global_batch={settings.global_batch} / chunks={states.chunks} = {phase.lanes} lanes"
-        yield Problem("states.chunks", f"leaves {lanes}, which micro_batch={settings.micro_batch} does not divide")
+        yield Problem(
+            "states.chunks",
+            "not-divisible",
+            f"leaves {lanes}, which micro_batch={settings.micro_batch} does not divide",
+        )
 
 
 def _carried(phase: ResolvedPhase) -> Iterator[Problem]:
@@ -69,9 +77,13 @@ def _carried(phase: ResolvedPhase) -> Iterator[Problem]:
     states = phase.states
     kinds = phase.carried_kinds
     if states.mode in NOISE and kinds != [StateKind.ssm]:
-        yield Problem("states.carry", f"is {kinds}, but mode={states.mode} draws recurrent states: use [ssm]")
+        yield Problem(
+            "states.carry", "conflict", f"is {kinds}, but mode={states.mode} draws recurrent states: use [ssm]"
+        )
     if states.mode is StateMode.passing and StateKind.kv in kinds:
-        yield Problem("states.carry", "has kv, but the keys of one text mean nothing to another: leave kv out")
+        yield Problem(
+            "states.carry", "conflict", "has kv, but the keys of one text mean nothing to another: leave kv out"
+        )
     if (arch := phase.arch) is None:
         return
     if states.layers is None:
@@ -79,15 +91,19 @@ def _carried(phase: ResolvedPhase) -> Iterator[Problem]:
     else:
         chosen = states.layers
     if outside := [layer for layer in chosen if not 0 <= layer < len(arch.specs)]:
-        yield Problem("states.layers", f"names {outside}; the model has sub-layers 0 to {len(arch.specs) - 1}")
+        yield Problem(
+            "states.layers", "out-of-range", f"names {outside}; the model has sub-layers 0 to {len(arch.specs) - 1}"
+        )
         return
     parts = [part for layer in chosen for part in arch.specs[layer].state_parts(arch.sizes).values()]
     if not any(part.kind in kinds for part in parts):
-        yield Problem("states.mode", f"is {states.mode}, but no chosen sub-layer has a state of kind {kinds}")
+        yield Problem(
+            "states.mode", "no-effect", f"is {states.mode}, but no chosen sub-layer has a state of kind {kinds}"
+        )
     if any(part.kind in kinds and None in part.shape for part in parts):
         cure = "give it a window, leave it out of layers, or use carry=[ssm, conv]"
-        yield Problem("states.carry", f"has kv, and full attention keeps ever more keys: {cure}")
+        yield Problem("states.carry", "unsupported", f"has kv, and full attention keeps ever more keys: {cure}")
     if StateKind.kv in kinds:
         for letter, spec in {arch.letters[layer]: arch.specs[layer] for layer in chosen}.items():
             for problem in spec.carry_problems(phase.settings.seq_len):
-                yield Problem(f"model.layers.{letter}.{problem.key}", problem.message)
+                yield problem.below(f"model.layers.{letter}")

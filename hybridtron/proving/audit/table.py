@@ -74,7 +74,11 @@ def _require_no_settings(arguments: argparse.Namespace) -> None:
         layouts = f"`--cases {arguments.cases} --layouts NAME` with {', '.join(LAYOUTS)}"
         cure = f"choose some of them by {layouts}; or leave --cases, and `{' '.join(settings)}` is audited on a recipe"
         raise ConfigError(
-            [Problem(" ".join(settings), f"has no effect on --cases, which has layouts of its own: {cure}")]
+            [
+                Problem(
+                    " ".join(settings), "no-effect", f"has no effect on --cases, which has layouts of its own: {cure}"
+                )
+            ]
         )
 
 
@@ -83,7 +87,9 @@ def on_gpus(cases: Sequence[Case], gpus: int) -> Iterator[Case]:
     GPUs.
     """
     if gpus < 2:
-        raise ConfigError([Problem("--gpus", f"needs at least two GPUs, and {gpus} can be used here: leave it out")])
+        raise ConfigError(
+            [Problem("--gpus", "unavailable", f"needs at least two GPUs, and {gpus} can be used here: leave it out")]
+        )
     for case in cases:
         if case.world_size <= gpus:
             yield case
@@ -198,7 +204,7 @@ def _chosen(option: str, text: str, known: list[str]) -> list[str]:
 def _known(option: str, names: Sequence[str], known: list[str]) -> None:
     """Raise ConfigError for names that are not known."""
     problems = [
-        Problem(option, f"has no {name!r}{did_you_mean(name, known)}; have: {', '.join(known)}")
+        Problem(option, "unknown-name", f"has no {name!r}{did_you_mean(name, known)}; have: {', '.join(known)}")
         for name in names
         if name not in known
     ]

@@ -66,7 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     if chosen.page:
         if committed is None:
-            raise Unusable("--page writes benchmarks/gpu_queue.md, and this is no checkout: run it in one")
+            raise Unusable(
+                "--page writes benchmarks/gpu_queue.md, and this is no checkout: run it in one", code="no-file"
+            )
         print(page.write(committed))
         return 0
     card = card_here()

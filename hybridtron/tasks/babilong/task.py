@@ -69,7 +69,7 @@ class Babilong(FittedTask):
     def check(self, length: int) -> None:
         super().check(length)
         if self.style not in STYLES:
-            raise TaskError(f"{self.name}: style={self.style}: is {' or '.join(STYLES)}")
+            raise TaskError(f"{self.name}: style={self.style}: is {' or '.join(STYLES)}", code="unknown-name")
 
     def steps(self, length: int) -> tuple[int, int]:
         return 0, max(length // 512, 1)
@@ -111,7 +111,7 @@ class Babilong(FittedTask):
             if asked.facts <= length // 8:
                 return story, asked
         reason = f"none of {STORIES_TRIED} stories has at most {length // 8} facts"
-        raise TaskError(f"{self.name}: a length of {length} is too short: {reason}")
+        raise TaskError(f"{self.name}: a length of {length} is too short: {reason}", code="does-not-fit")
 
     def background(self, random: Random, words: int) -> list[str]:
         """Return `words` words of consecutive sentences from a random one on; the last sentence is cut."""
@@ -174,5 +174,5 @@ def _sentences(provider: str) -> list[str]:
         if len(sentence.split()) >= SHORTEST_SENTENCE and not (words & NAMED and words & NAMED_PLACES):
             sentences.append(sentence)
     if not sentences:
-        raise TaskError(f"essay={provider}: has no sentence of {SHORTEST_SENTENCE} words")
+        raise TaskError(f"essay={provider}: has no sentence of {SHORTEST_SENTENCE} words", code="missing")
     return sentences

@@ -58,7 +58,9 @@ class CommonWords(RulerTask):
     def check(self, length: int) -> None:
         super().check(length)
         if self.setting not in ("auto", *REPEATS):
-            raise TaskError(f"{self.name}: setting={self.setting}: is auto, {' or '.join(REPEATS)}")
+            raise TaskError(
+                f"{self.name}: setting={self.setting}: is auto, {' or '.join(REPEATS)}", code="unknown-name"
+            )
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
         """Return how many distinct words a sample has at first: fitted for each sample, unless `faithful`.
@@ -81,7 +83,10 @@ class CommonWords(RulerTask):
         sample = super().sample(seed, index, tokenizer, length)
         if sample.meta["units"] >= len(known := word_list(self.words)):
             cure = "words=FILE names a longer list"
-            raise TaskError(f"{self.name}: a length of {length} has room for more than the {len(known)} words; {cure}")
+            raise TaskError(
+                f"{self.name}: a length of {length} has room for more than the {len(known)} words; {cure}",
+                code="does-not-fit",
+            )
         return sample
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
@@ -120,8 +125,11 @@ def word_list(file: str) -> tuple[str, ...]:
     try:
         lines = read_regular(Path(file), LARGEST_LIST).decode().splitlines()
     except (Unreadable, OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"cwe: words={file} can't be read: {error}") from error
+        raise TaskError(f"cwe: words={file} can't be read: {error}", code="unreadable") from error
     words = tuple(sorted({line.strip() for line in lines} - {""}))
     if len(words) < REPEATS["large"][2]:
-        raise TaskError(f"cwe: words={file} has {len(words)} words; the example alone takes {REPEATS['large'][2]}")
+        raise TaskError(
+            f"cwe: words={file} has {len(words)} words; the example alone takes {REPEATS['large'][2]}",
+            code="does-not-fit",
+        )
     return words

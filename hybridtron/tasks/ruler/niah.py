@@ -83,17 +83,18 @@ class Needles(RulerTask):
             ("values", self.values, KINDS),
         ):
             if value not in known:
-                raise TaskError(f"{self.name}: {option}={value}: is {', '.join(known)}")
+                raise TaskError(f"{self.name}: {option}={value}: is {', '.join(known)}", code="unknown-name")
         if min(self.num_keys, self.num_values, self.num_queries) < 1:
-            raise TaskError(f"{self.name}: num_keys, num_values and num_queries are at least 1")
+            raise TaskError(f"{self.name}: num_keys, num_values and num_queries are at least 1", code="out-of-range")
         needles = max(self.num_keys, self.num_queries) * self.num_values
         if needles > MOST_NEEDLES:
-            raise TaskError(f"{self.name}: keys times values must be at most {MOST_NEEDLES:,}")
+            raise TaskError(f"{self.name}: keys times values must be at most {MOST_NEEDLES:,}", code="out-of-range")
         if self.haystack == "essay" and needles > len(DEPTHS):
             options = f"num_keys={self.num_keys} num_queries={self.num_queries} num_values={self.num_values}"
             raise TaskError(
                 f"{self.name}: {options}: haystack=essay has places for {len(DEPTHS)} needles, not for {needles:,}; "
-                "ask for fewer, or set haystack=noise or haystack=needle"
+                "ask for fewer, or set haystack=noise or haystack=needle",
+                code="does-not-fit",
             )
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
@@ -164,7 +165,7 @@ class NeedleByDepth(Needles):
 
     def check(self, length: int) -> None:
         if self.haystack == "needle" or max(self.num_keys, self.num_values, self.num_queries) > 1:
-            raise TaskError(f"{self.name}: hides one needle, haystack=noise or haystack=essay")
+            raise TaskError(f"{self.name}: hides one needle, haystack=noise or haystack=essay", code="conflict")
         super().check(length)
 
     def places(self, needles: int, lines: int, random: Random, index: int) -> list[int]:

@@ -87,13 +87,17 @@ class QuestionAnswering(RulerTask):
         """Return question `index`. Raises TaskError if there are fewer questions."""
         questions = self.known().questions
         if index >= len(questions):
-            raise TaskError(f"{self.name}: there is no question {index}: {self.file} has {len(questions)}")
+            raise TaskError(
+                f"{self.name}: there is no question {index}: {self.file} has {len(questions)}", code="out-of-range"
+            )
         return questions[index]
 
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
         self.check(length)
         if fitted(self, tokenizer, length) > (count := len(self.known().documents)):
-            raise TaskError(f"{self.name}: a length of {length} has room for more than the {count} documents")
+            raise TaskError(
+                f"{self.name}: a length of {length} has room for more than the {count} documents", code="does-not-fit"
+            )
         return super().sample(seed, index, tokenizer, length)
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
@@ -136,14 +140,16 @@ def _data_set(name: str, source: str, file: Path) -> DocumentSet:
     if not file.exists():
         cure = f"`hybridtron tasks download {source}` fetches {PUBLISHED[source].name}, or data=FILE names it"
         substitute = f"qa_synth_{name[-1]} is a task of its kind without a download"
-        raise TaskError(f"{name}: there is no {file}: {cure}; {substitute}")
+        raise TaskError(f"{name}: there is no {file}: {cure}; {substitute}", code="no-file")
     try:
         content = json_of(read_regular(file, LARGEST_DATA))
         data_set = {"squad": _squad, "hotpotqa": _hotpotqa}[source](content)
     except (Unreadable, OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise TaskError(f"{name}: {file} can't be read as {PUBLISHED[source].name}: {error!r}") from error
+        raise TaskError(
+            f"{name}: {file} can't be read as {PUBLISHED[source].name}: {error!r}", code="unreadable"
+        ) from error
     if not data_set.questions:
-        raise TaskError(f"{name}: {file} has no question that can be answered")
+        raise TaskError(f"{name}: {file} has no question that can be answered", code="missing")
     return data_set
 
 

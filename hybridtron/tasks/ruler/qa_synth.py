@@ -62,7 +62,7 @@ class SyntheticQuestions(RulerTask):
 
     def steps(self, length: int) -> tuple[int, int]:
         if self.hops not in (1, 2):
-            raise TaskError(f"{self.name}: hops={self.hops}: must be 1 or 2")
+            raise TaskError(f"{self.name}: hops={self.hops}: must be 1 or 2", code="out-of-range")
         if self.faithful:
             return (10, 10)
         return (2, 1)

@@ -96,10 +96,15 @@ class VariableTracking(RulerTask):
     def check(self, length: int) -> None:
         super().check(length)
         if self.num_chains * self.num_hops > MOST_LINKS or self.example_lines > MOST_LINKS:
-            raise TaskError(f"{self.name}: chains times hops, and example_lines, must be at most {MOST_LINKS:,}")
+            raise TaskError(
+                f"{self.name}: chains times hops, and example_lines, must be at most {MOST_LINKS:,}",
+                code="out-of-range",
+            )
         if min(self.num_chains, self.num_hops) < 1 or self.example_lines < self.num_hops + 1:
             message = f"num_chains={self.num_chains} num_hops={self.num_hops} example_lines={self.example_lines}"
-            raise TaskError(f"{self.name}: {message}: at least 1, 1, and a line for each link of the example")
+            raise TaskError(
+                f"{self.name}: {message}: at least 1, 1, and a line for each link of the example", code="out-of-range"
+            )
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         main = self.drawn(random, self.num_chains, LETTERS, units, ())

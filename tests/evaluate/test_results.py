@@ -149,6 +149,14 @@ class Outside(HTMLParser):
         self.text += data
 
 
+def test_versions_that_measure_the_same_continue_each_others_records(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    Records(file, ABOUT | {"hybridtron": "0.1.0"}).add([scored("needle", 1.0, 0)])
+    assert len(Records(file, ABOUT | {"hybridtron": "0.2.0"}).lines) == 1
+    with pytest.raises(Unusable, match="hybridtron"):
+        Records(file, ABOUT | {"hybridtron": "9.9.9"})
+
+
 def test_the_page_holds_all_that_it_shows(tmp_path: Path) -> None:
     lines = [scored("needle", 1.0, 0), scored("needle", 0.0, 1)]
     one = Evaluated("a <b>", tmp_path, ABOUT, rows_of(lines, ABOUT), lines, ["cwe at 8: too short"])

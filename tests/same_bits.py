@@ -1,11 +1,11 @@
-"""Compares what this checkout computes and writes with another commit, bit for bit.
+"""Compares this checkout's results and files with another commit's, bit for bit.
 
-    python tests/same_bits.py COMMIT     the commit's code runs here too, and this checkout reads what it wrote
+    python tests/same_bits.py COMMIT     the commit's code runs here too, and this checkout reads its files
     python tests/same_bits.py            compares with tests/same_bits.json
     python tests/same_bits.py --record   writes tests/same_bits.json
 
 Two groups of cases, each in an empty folder. `write` trains some steps (the laptop recipe, every mode of states, every
-mixer, TP2 x PP2, CP2), prepares text and conversations, and exports. `read` starts from what was written: a run
+mixer, TP2 x PP2, CP2), prepares text and conversations, and exports. `read` starts from the written files: a run
 resumes, a phase with adapters starts from its weights, a prepared folder is trained on, an export is imported. Against
 a commit both read the files of that commit, so that a change of format shows too.
 
@@ -117,7 +117,7 @@ def write(code: Path, folder: Path) -> Results:
 
 
 def read(code: Path, folder: Path, written: Path) -> Results:
-    """Run the cases that start from what `write` left in a folder."""
+    """Run the cases that start from files of `write`."""
     shutil.copytree(written, folder / "written", symlinks=True, ignore=shutil.ignore_patterns("data"))
     (folder / "data").symlink_to(KEPT / "data")
     train_together(code, folder, CONTINUED)
@@ -175,7 +175,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def results_of(commit: str) -> tuple[Results, Path]:
-    """Results of a commit, and the folder with what it wrote."""
+    """Return a commit's results, and the folder with its files."""
     full = subprocess.check_output(["git", "rev-parse", commit], cwd=ROOT, text=True).strip()
     kept = KEPT / f"{full}-5"
     if not (kept / "results.json").exists():
@@ -193,7 +193,7 @@ def results_of(commit: str) -> tuple[Results, Path]:
 
 
 def results_here(written: Path | None = None) -> Results:
-    """Results of this checkout, which reads what it wrote itself or what another one has written."""
+    """Return this checkout's results. It reads its own files, or those of another commit."""
     with tempfile.TemporaryDirectory() as writer, tempfile.TemporaryDirectory() as reader:
         results = write(ROOT, Path(writer))
         results |= read(ROOT, Path(reader), written or Path(writer))

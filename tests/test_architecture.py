@@ -1,4 +1,4 @@
-"""The house keeps its shape: imports go one way, and what one file owns no other file touches."""
+"""The package's structure: imports go one way, and only one file touches each owned thing."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class SourceFile:
 
     @property
     def shipped(self) -> bool:
-        """Whether it lies beside the weights of an exported model."""
+        """True for a file that is shipped beside an exported model's weights."""
         return self.room == "hf" and self.path.name.endswith("_hybridtron.py")
 
     @cached_property
@@ -144,7 +144,7 @@ class SourceFile:
 
 
 def dotted(node: ast.expr) -> str | None:
-    """`a.b.c` of nested attributes of a name; None where something else is inside."""
+    """Return `a.b.c` for nested attributes of a name, or None if anything else is inside."""
     if isinstance(node, ast.Name):
         return node.id
     inner = dotted(node.value) if isinstance(node, ast.Attribute) else None
@@ -283,7 +283,7 @@ OF_OBJECTS = {
 
 
 def unpickling(source: SourceFile) -> set[str]:
-    """Names by which a file would unpickle what a peer or a file says: torch's collectives for objects, and pickle."""
+    """Return names by which a file would unpickle a peer's or a file's data: torch's object collectives, and pickle."""
     collectives = {name.rpartition(".")[2] for name in [*source.chains, *source.imports]} & OF_OBJECTS
     return collectives | {module.split(".")[0] for module in source.imports} & {"pickle", "cloudpickle", "dill"}
 

@@ -163,7 +163,7 @@ def test_a_library_that_does_not_load_is_not_compiled_again(cache: Path, tmp_pat
 def test_the_file_that_was_read_is_the_one_that_is_loaded(
     cache: Path, makes: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that another process exchanges between reading and loading is not the one that is loaded."""
+    """If another process exchanges a file after it was read, the new file is not loaded."""
     load("native", NAME, makes)
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" int answer() { return 666; }\n')
@@ -180,7 +180,7 @@ def test_the_file_that_was_read_is_the_one_that_is_loaded(
 
 
 def starts(count: int, cache: Path, program: str) -> list[str]:
-    """Start several processes at once; return what each prints."""
+    """Start several processes at once; return their outputs."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1]), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     running = [

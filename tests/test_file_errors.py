@@ -1,4 +1,4 @@
-"""Messages about refusals of the operating system name the file, the reason and what helps."""
+"""Messages about refusals by the operating system name the file, the reason and a remedy."""
 
 from __future__ import annotations
 

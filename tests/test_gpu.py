@@ -1,4 +1,4 @@
-"""What needs a CUDA device: `make test-gpu`. Every mixer and a whole run there, compared with the CPU."""
+"""Tests that need a CUDA device (`make test-gpu`): every mixer and a full run there, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTH = 256
 
 
 def chooses_by_content(spec: Any) -> bool:
-    """Whether what it reads depends on its scores: rounded, they choose other keys."""
+    """Return True if a mixer's choice of keys depends on their scores; rounded scores choose other keys."""
     sparse = getattr(spec, "sparse", None)
     return hasattr(spec, "relevance") or (sparse is not None and (sparse.hashed or sparse.scored))
 
@@ -40,7 +40,7 @@ def test_mixers_equal_the_cpu(spec: MixerSpec) -> None:
 
 @pytest.mark.parametrize("spec", [case for case in CASES if not chooses_by_content(case.values[0])])
 def test_mixers_equal_the_cpu_in_bf16(spec: MixerSpec) -> None:
-    """Of so few channels each rounding is a large share: the references in bf16 are up to 0.04 off."""
+    """With few channels each rounding is a large share: the bf16 references are up to 0.04 off."""
     assert mixer_error(spec, SIZES, LENGTH, torch.bfloat16, compute_device(), []) <= 0.05
 
 

@@ -1,8 +1,8 @@
-"""Setting up: `make` finds an interpreter, and what pyproject.toml asks for can be had together.
+"""Installation: `make` finds an interpreter, and the requirements in pyproject.toml can be installed together.
 
-It is resolved for every Python that it names, from the plain public index; nothing is downloaded. Since pip is asked
-for other Pythons than this one, it takes wheels alone, so what comes as source is built first. Where the index can't be
-reached nothing is proved, and the tests are skipped.
+They are resolved for every Python that pyproject.toml names, from the plain public index; nothing is downloaded. For
+other Pythons than this one pip takes only wheels, so source packages are built first. If the index can't be reached,
+nothing is proved, and the tests are skipped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def wanted() -> list[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wheels of what the index has as source alone."""
+    """Build wheels of the packages that the index has only as source."""
     folder = tmp_path_factory.mktemp("wheels")
     asked = pip("download", "--quiet", "--no-deps", "--retries", "1", "--dest", str(folder), "pip")
     if asked.returncode:
@@ -74,7 +74,7 @@ def test_everything_resolves_together(python: str, megatron: str, built: Path, t
 
 
 def make(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
-    """`make` of its own, not part of one that runs these tests, with programs that come first."""
+    """Run `make` apart from one that runs these tests, with the programs in `path` first."""
     inherited = ("MAKEFLAGS", "MAKELEVEL", "PYTHON", "VENV")
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
     environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"

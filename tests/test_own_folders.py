@@ -1,4 +1,4 @@
-"""Folders that others could change are refused on the way to code, and those that clusters have are not."""
+"""Folders that others could change are refused on the way to code; folders of a usual cluster are accepted."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_link_in_circles(tmp_path: Path) -> None:
 
 @as_root
 def test_homes_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/home leads to a disk that another account owns; what stands beside the home there is not trusted."""
+    """/home leads to a disk owned by another account; folders beside the home there are not trusted."""
     homes = tmp_path / "disk" / "homes"
     (homes / "me").mkdir(parents=True)
     os.chown(homes, OTHER, OTHER)

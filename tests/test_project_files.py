@@ -102,7 +102,7 @@ def test_the_image_installs_what_the_project_declares() -> None:
 
 
 def test_the_image_builds_with_a_pip_that_it_has_brought_up_to_date() -> None:
-    """Ubuntu 24.04 brings pip 24.0; --group came with 25.1, and --no-build-isolation builds with what is installed."""
+    """Ubuntu 24.04 has pip 24.0; --group came with 25.1, and --no-build-isolation builds with installed packages."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     commands = [part.split() for part in re.split(r"&&|;|\n", text)]
     installs = [words[words.index("install") + 1 :] for words in commands if "pip" in words and "install" in words]

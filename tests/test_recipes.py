@@ -1,4 +1,4 @@
-"""Every recipe is a model that can be built, and a run that can take a step."""
+"""Every recipe gives a model that builds and a run that takes a step."""
 
 from __future__ import annotations
 
@@ -57,20 +57,22 @@ def test_takes_a_step_with_its_widths_shrunk(config: Config, alone: Groups) -> N
 
 
 def one_of_each(model: ModelConfig) -> ModelConfig:
-    """Of the layers of each letter the first, with the next where that reads it: the others compute alike."""
+    """Return the model with each letter's first layer only, and the next layer if it reads that one."""
     arch = architecture(model)
     units = ("".join(arch.letters[index] for index in unit) for unit in arch.inseparable)
     return dataclasses.replace(model, pattern="".join(dict.fromkeys(units)))
 
 
 def start_of(table: dict[str, Parameter], name: str) -> Tensor:
-    """As a run starts, but for what starts at zero, through which no gradient would come."""
+    """Return a weight's initial value. Random values replace zeros, through which no gradient would flow."""
     start = starting_value(table[name].init, table[name].shape, 0, name)
     return start if start.any() else starting_value(Normal(0.02), table[name].shape, 0, name)
 
 
 def shrunk(model: ModelConfig) -> ModelConfig:
-    """The same pattern, heads and options at a width of 8 per query head, and 8 channels a head."""
+    """Return the model with the same pattern, heads and options, but 8 channels per head and a width of 8 per query
+    head.
+    """
     heads = max((options.get("heads", 1) for options in model.layers.values()), default=1)
     width = 8 * heads
     small = {"hidden": 24, "window": 8, "head_dim": 8, "rotary_dim": 4, "chunk": 8, "block": 2}

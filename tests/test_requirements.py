@@ -1,4 +1,4 @@
-"""What pyproject.toml asks for, and programs that are started where some of it is absent."""
+"""Requirements in pyproject.toml, and programs without some of the packages."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ print(json.dumps({what: [one for one in after[what] if one not in before[what]] 
 
 @pytest.fixture(scope="module")
 def changed() -> dict[str, list[object]]:
-    """What every module of the package together changes, after all that they import from others is there."""
+    """Return global state that all modules of the package change, after everything they import is imported."""
     asked = json.dumps(
         {"root": str(ROOT), "modules": [name for name in MODULES if name.rpartition(".")[2] not in OF_PROCESSES]}
     )

@@ -81,7 +81,7 @@ class Workplace:
         ]  # fmt: skip
 
     def run(self, *words: str) -> str:
-        """Run Python with these arguments in the copy; what it prints."""
+        """Run Python with these arguments in the copy; return its output."""
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.folder),
@@ -94,7 +94,7 @@ class Workplace:
         return done.stdout
 
     def execute(self, *commands: str) -> str:
-        """Run commands of the page, those of Python in one process; one that trains gets the small sizes."""
+        """Run a page's commands, those of Python in one process; training gets the small sizes."""
         own = []
         for program, *words in map(shlex.split, commands):
             words += self.small * ("train" in words)

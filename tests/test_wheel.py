@@ -1,7 +1,7 @@
-"""The wheel: what is inside, and what a user can do who has nothing else, installed into an empty environment.
+"""The wheel: its contents, and the commands that work for a user who has nothing else, in an empty environment.
 
-Nothing of the checkout or of the developer's environment is visible there, and the user can't write to what is
-installed. pip's own configuration is left as the machine has it: the packages are several gigabytes.
+Nothing of the checkout or of the developer's environment is visible there, and the user can't write to the installed
+files. pip's own configuration is left as the machine has it: the packages are several gigabytes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Installed:
         )  # fmt: skip
 
     def says(self, *words: str) -> str:
-        """What it prints, after it has ended well."""
+        """Run a command that must succeed; return its output."""
         done = self.run(*words)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

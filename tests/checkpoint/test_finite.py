@@ -123,7 +123,7 @@ def test_given_weights_with_it_are_named_by_their_key(alone: Groups, write: Writ
 
 
 def refused_by(seat: Seat, folder: Path, asynchronous: bool) -> bool:
-    """Return True if a save was refused by two processes, of which the second has a value that is not finite."""
+    """Return True if two processes refuse a save; the second one has a value that is not finite."""
     config = replace(small_run(), checkpoint=CheckpointConfig(asynchronous=asynchronous))
     with seat.groups(ParallelConfig()) as groups:
         engine = Engine(config, groups)

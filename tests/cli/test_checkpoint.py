@@ -102,7 +102,7 @@ def test_differences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_settings_are_compared_by_their_dotted_keys(run: Path) -> None:
-    """Report values that two phases have exchanged, and each setting of a phase that exists on one side only."""
+    """Report values exchanged between two phases, and each setting of a phase that exists on one side only."""
     config = small_run()
     slow = replace(config.phases[0], lr=1e-3)
     quick = replace(slow, lr=2e-3)

@@ -1,4 +1,4 @@
-"""Toy sources in which every token but eos is unique, so that a token identifies its document and position."""
+"""Toy sources with unique tokens (but for eos), so that a token identifies its document and position."""
 
 from __future__ import annotations
 

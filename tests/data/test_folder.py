@@ -44,7 +44,7 @@ def test_round_trip(tmp_path: Path):
 
 
 def test_a_folder_without_masks_has_the_bytes_that_it_always_had(tmp_path: Path):
-    """The manifest's digest, which covers all files, equals that of the version before masks existed."""
+    """The manifest's digest covers all files; it equals that of the version before masks existed."""
     splits = {"train": {"text": [[5, 6, 7], [8]]}, "validation": {"text": [[9]]}}
     folder = write_folder(tmp_path / "data", splits, "{}", 10, 0, {"corpus": "toy"})
     assert folder.digest == "acde165049b3304ed2cc6d495fd40f27"

@@ -52,7 +52,7 @@ def test_the_picture_has_rooms_of_the_package_in_the_order_of_imports() -> None:
 
 
 def test_pages_say_what_benchmarks_measured() -> None:
-    """docs/states.md has the measured numbers of copying and of keys; the joint recall README has the verdicts."""
+    """docs/states.md has the measured numbers for copying and keys; the joint recall README has the verdicts."""
     states = text_of("docs/states.md")
     for row in ("zero", "passing"):
         assert f"copies {percent(cells('studies/length_story/length_story.md', row)[-1])}" in states

@@ -105,7 +105,7 @@ def test_detached_chunks_lose_gradients_and_no_loss(alone: Groups) -> None:
 
 
 def test_the_next_step_continues_without_a_gradient(alone: Groups) -> None:
-    """Two consecutive steps of two chunks have the loss of one step of four, and no gradient between them."""
+    """Two consecutive steps with two chunks have the loss of one step with four, and no gradient between them."""
     batch = rows_of(None, chunks=4)
     whole, _ = gradients(engine_of(tbtt(chunks=4), alone), batch.split(ROWS))
     engine = engine_of(tbtt(chunks=2), alone)

@@ -129,7 +129,7 @@ def test_records_continue_where_a_line_was_cut(tmp_path: Path) -> None:
 
 
 class Outside(HTMLParser):
-    """Parser for the resources that a page loads and the scripts that it runs."""
+    """Parser for a page's external resources and scripts."""
 
     def __init__(self) -> None:
         super().__init__()

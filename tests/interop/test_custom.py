@@ -154,7 +154,7 @@ def test_blocks_that_only_one_of_both_reads_in_generation_are_found(
 def test_what_rounding_may_decide_is_proven_in_float64(
     name: str, proven: bool, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rounding may choose blocks, the proof is in float64; elsewhere a difference in fp32 is a fault."""
+    """The proof is in float64 if rounding may choose blocks; otherwise a difference in fp32 is a fault."""
     source = stored(name)
     same_logits = verify_module._same_logits
 

@@ -1,4 +1,4 @@
-"""Folders of transformers and of state-spaces/mamba as checkpoints for a run to start from, and their export."""
+"""Folders from transformers and state-spaces/mamba as checkpoints for a run to start from, and their export."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LINEAR = {"factor": 2.5, "type": "linear"}
 def test_an_imported_llama_computes_what_transformers_computes(
     scaling: dict[str, Any], former: bool, tmp_path: Path
 ) -> None:
-    """Use the config.json that Llama 3.1 was published with, and the one that transformers 5 writes."""
+    """Use Llama 3.1's published config.json, and the form that transformers 5 writes."""
     torch.manual_seed(3)
     sizes = {
         "vocab_size": 80, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -196,7 +196,7 @@ def test_an_odd_state_needs_no_compiler() -> None:
 
 @pytest.mark.parametrize("form", ["reference", "chunked", "native"])
 def test_large_steps_of_the_next_token_cost_bf16_no_digits(form: str) -> None:
-    """bf16 keeps its digits at a step of 44, where y could be a difference of numbers hundreds of times larger."""
+    """bf16 keeps its digits at a step of 44. There y could be a difference between numbers hundreds of times larger."""
     torch.manual_seed(0)
     spec = Mamba3Spec(state=32, head_dim=16)
     sizes = ModelSizes(width=32, num_sublayers=2)

@@ -1,4 +1,4 @@
-"""Our models compared with each of these classes of transformers at equal weights: logits and every gradient."""
+"""Our models compared with these classes in transformers at equal weights: logits and every gradient."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Launch:
         return -(-math.prod(self.grid) // (132 * at_once))
 
     def faults(self) -> list[str]:
-        """List the properties that an H100 would refuse, or that would make it slow."""
+        """List properties that an H100 would refuse or run slowly."""
         spilled = SPILLED.get(".".join(version("triton").split(".")[:2]), {})
         limits = {
             f"{self.shared} bytes of shared memory": self.shared > SHARED_MEMORY,

@@ -1,4 +1,4 @@
-"""Gradients of weights that products add to a step's sums, beside those that Megatron adds."""
+"""Weight gradients added to a step's sums by products, compared with those added by Megatron."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def configured(layout: Layout, fused: bool, precision: str = "fp32", parallel: P
 
 
 def gradients(seat: Seat, config: Config, forgotten: bool = False) -> dict[str, Tensor]:
-    """Of the second step, before which gradients of the first were cleared, and in which Megatron overlaps."""
+    """Return the second step's gradients. The first step's were cleared before, and Megatron overlaps in the second."""
     with seat.groups(config.parallel) as groups, forgets_to_say() if forgotten else says():
         engine = Engine(config, groups)
         batches = micro_batches(config)

@@ -1,4 +1,4 @@
-"""Rows that are shared out over ranks: what one rank with whole rows computes, whatever their documents and states."""
+"""Rows cut over ranks: the results of one rank with full rows, for all documents and states."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def rows_with(borders: tuple[list[int], ...] | None) -> Batch:
 def outputs_and_gradients(
     seat: Seat, model: ModelConfig, parallel: ParallelConfig, given: list[Batch]
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """Of each batch: this rank's outputs, and its part of the gradient of every weight."""
+    """Return, for each batch, this rank's outputs and its part of every weight's gradient."""
     found = []
     with seat.groups(parallel) as groups:
         built = LanguageModel(model).cast(torch.float64)

@@ -1,4 +1,4 @@
-"""What runs in a layout is megatron-core's own: its schedules, data parallelism, optimizer and parallel layers."""
+"""Layouts use megatron-core's own parts: its schedules, data parallelism, optimizer and parallel layers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def schedule_in_use(seat: Seat, config: Config) -> tuple[str, str]:
 
 
 def parts_in_use(seat: Seat, config: Config) -> tuple[bool, bool, dict[str, str]]:
-    """Whether stages and optimizer are core's, and the core layer that holds each matrix that is cut."""
+    """Return if stages and optimizers are megatron-core's, and its layer for each matrix that is cut."""
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
         wrapped = all(type(stage) is DistributedDataParallel for stage in engine.wrapped)

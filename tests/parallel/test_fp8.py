@@ -1,4 +1,4 @@
-"""Emulated FP8: its values by hand, which tensors are rounded to what, and what delayed scaling remembers."""
+"""Emulated FP8: its values by hand, the format of each rounded tensor, and the history of delayed scaling."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ PER_TENSOR = [("x", E4M3), ("weight", E4M3), ("dy", E5M2)]
 def test_casts_of_forward_dgrad_and_wgrad(
     recipe: Precision, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """x and W in e4m3 and dy in e5m2, once each; and nothing but what was rounded is multiplied."""
+    """Cast x and W to e4m3 and dy to e5m2, once each; only rounded tensors are multiplied."""
     casts = []
     factors = []
     rounding = fp8.Rounding.__call__
@@ -211,7 +211,7 @@ def step_of(made: Fp8Linear, x: float, dy: float) -> None:
 
 
 def test_history_by_hand() -> None:
-    """The scale of a step is made of the last three steps' greatest values; what a step sees counts from the next."""
+    """A step's scale comes from the last three steps' largest values; a step's own values count from the next one."""
     made = projection(Precision.fp8_delayed, 16, 16)
     made.weight.data.fill_(-0.5)
     statistics = Delayed({"w": made}, made.fp8, torch.device("cpu"))

@@ -110,7 +110,7 @@ def test_weights_that_are_rounded_once_a_step_change_no_bit(
 
 
 def test_chunks_through_time_change_no_bit(alone: Groups) -> None:
-    """Of a step whose chunks run once, and one whose chunks run again, each with its sub-layers."""
+    """Compare steps that run each chunk once with steps that recompute chunks, sub-layer by sub-layer."""
     found = []
     for recompute in (Recompute.none, Recompute.layer):
         config = tbtt.through(ParallelConfig(recompute=recompute))
@@ -223,10 +223,10 @@ CASES = [
 @pytest.mark.gloo
 @pytest.mark.parametrize(("layout", "precision"), CASES)
 def test_layouts_agree_with_one_process(layout: str, precision: str) -> None:
-    """With a stream in fp32, as bf16's rounding would hide what is compared; FP8 may still round a value elsewhere.
+    """The stream is in fp32, because bf16's rounding would hide differences; FP8 may still round some values otherwise.
 
-    Delayed scaling has the scales of whole tensors everywhere. With current scaling a rank's share of a weight has a
-    scale of its own, so that other values are rounded.
+    Delayed scaling has the scales of full tensors everywhere. With current scaling a rank's shard of a weight has its
+    own scale, so that other values are rounded.
     """
     parallel, ranks = LAYOUTS[layout]
     expected, of_whole = of_one_process(precision)

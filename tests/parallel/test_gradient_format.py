@@ -56,7 +56,7 @@ def stepped(seat: Seat, config: Config) -> tuple[dict[str, Tensor], dict[str, to
     ],
 )
 def test_sums_in_bf16_differ_by_rounding_alone(layout: Layout) -> None:
-    """Those of fp32 weights stay in fp32, and what is kept is what is planned."""
+    """Gradients of fp32 weights stay in fp32, and their memory agrees with the plan."""
     ranks = layout.tensor * layout.pipeline * layout.data
     (wide, _, sizes, _), *_ = run_distributed(stepped, ranks, configured(layout, FP32))
     (narrow, dtypes, narrow_sizes, taken), *_ = run_distributed(stepped, ranks, configured(layout, BF16))

@@ -1,4 +1,4 @@
-"""Rows that one process would have to cut: over two ranks they are what gradients through all their chunks are."""
+"""Rows too long for one process, over two ranks: the results equal gradients through all chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss over a vocabulary that is cut, and tokens that may be, against the op that sees all of them."""
+"""The loss over a cut vocabulary, with or without cut tokens, compared with the op over all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = 8
 
 
 def inputs(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The stream, the weight, labels and a mask; a row is all masked, and what is masked is no token."""
+    """Return the stream, the weight, labels and a mask. One row is fully masked, and masked labels are not tokens."""
     generator = torch.Generator().manual_seed(1)
     x, weight = (
         scale * torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -39,7 +39,7 @@ def inputs(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor, Te
 def loss_on_ranks(
     seat: Seat, dtype: torch.dtype, scale: float, z_loss: float, sequence: bool
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The loss, and the gradients of this rank's part of the stream and of the weight; 7 tokens' logits at a time."""
+    """Return the loss and this rank's gradients of stream and weight, with 7 tokens' logits at a time."""
     with seat.groups(ParallelConfig(tensor=seat.world_size, sequence=sequence)) as groups:
         x, weight, labels, mask = inputs(dtype, scale)
         stream = (x.chunk(seat.world_size)[seat.rank] if sequence else x).clone().requires_grad_()
@@ -80,6 +80,6 @@ def test_equals_the_op(
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """As near as the largest entry allows."""
+    """Compare tensors with a tolerance relative to the largest entry."""
     size = expected.abs().max().item()
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * size)

@@ -1,4 +1,4 @@
-"""What is learned of a folder with masks counts alike in every layout: the losses of one process, and a hand count."""
+"""A folder's loss masks in every layout: the losses of one process, and the learned tokens counted by hand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def config_of(folder: Path, parallel: ParallelConfig) -> Config:
 
 
 def trained(seat: Seat, config: Config) -> list[tuple[float, int, int, int]]:
-    """Of each step: its loss, the tokens that counted, by hand those of this rank, its batches without any."""
+    """Return for each step its loss, the counted tokens, this rank's count by hand, and its batches without any."""
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
         (phase,) = resolve(config)

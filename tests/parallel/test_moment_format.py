@@ -1,4 +1,4 @@
-"""An optimizer's moments that are kept in bf16 between steps, beside the formula with that rounding."""
+"""An optimizer's moments in bf16 between steps, compared with a formula that rounds them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def take_steps(engine: Engine, numbers: range) -> None:
 
 
 def kept(engine: Engine) -> dict[str, list[Tensor]]:
-    """What the optimizer holds here: the moments, and the masters of narrower weights."""
+    """Return the optimizer's moments and its masters of narrower weights on this rank."""
     shards = engine.optimizer.shards.values()
     own = [s.master for s in shards if s.master is not None and s.weight.dtype != s.master.dtype]
     return {"moments": [s.parts[kind] for s in shards for kind in KINDS if kind in s.parts], "masters": own}
@@ -116,7 +116,10 @@ def stored_moments(folder: Path) -> dict[str, Any]:
     ],
 )
 def test_cut_saved_and_resumed_with_either_format(layout: Layout, tmp_path: Path) -> None:
-    """What is kept is what is planned; a checkpoint holds it as it is, and is resumed from with the other format."""
+    """The optimizer's memory agrees with the plan.
+
+    A checkpoint stores the moments as they are, and a run can resume from it with the other format.
+    """
     ranks = layout.tensor * layout.pipeline * layout.data
     folder = tmp_path / "run"
     ((alone, _),) = run_distributed(trained, 1, configured(Layout()))

@@ -1,4 +1,4 @@
-"""Activations that wait in the host's memory, in the layouts in which ranks exchange what they keep: the same bits."""
+"""Activations offloaded to the host's memory, in layouts whose ranks exchange saved tensors: equal bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS = [
 
 
 def offloaded(seat: Seat, fused: bool, layout: Layout, parallel: ParallelConfig | None) -> dict[str, Tensor]:
-    """Of a model of which the first three sub-layers of every stage send off all that they keep."""
+    """Return gradients of a model. The first three sub-layers of every stage offload all saved tensors."""
     config = configured(layout, fused, parallel=parallel)
     smallest = offload.SMALLEST
     offload.SMALLEST = 1

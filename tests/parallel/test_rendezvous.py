@@ -22,7 +22,7 @@ def reaches(address: str, port: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of the machine")
 def test_the_store_listens_on_the_loopback_alone() -> None:
-    """Another address of this machine, at which torch's own socket answers, stands for what other machines see."""
+    """Another address of this machine stands for the view of other machines. torch's own socket answers there."""
     open_to_all = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert reaches("127.0.0.2", open_to_all.port)
     kept = Rendezvous()

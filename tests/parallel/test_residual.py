@@ -51,7 +51,7 @@ def serial() -> tuple[float, dict[str, Tensor]]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2-virtual2", marks=pytest.mark.slow)])
 def test_stages_hand_over_every_bit_of_it(layout: str) -> None:
-    """What is planned to be sent is what a stage puts out."""
+    """A stage's output has the planned size."""
     expected, whole = serial()
     ((loss, gradients, (sent, planned)), *_) = run_distributed(stepped, 2, configured(PIPELINES[layout]))
     assert loss == expected
@@ -63,7 +63,7 @@ def test_stages_hand_over_every_bit_of_it(layout: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("layout", ["tp2-sp", pytest.param("tp2-pp2", marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_differ_by_rounding_alone(layout: str) -> None:
-    """A product that two ranks make is summed of two that are rounded."""
+    """A product over two ranks is the sum of two rounded ones."""
     config = configured(CUT[layout])
     expected, whole = serial()
     ((loss, gradients, _), *_) = run_distributed(stepped, config.parallel.tensor * config.parallel.pipeline, config)

@@ -46,7 +46,7 @@ def model_config(tied: bool) -> ModelConfig:
 
 
 class Measured(NamedTuple):
-    """What a reader says of rows, at most 5 tokens at a time."""
+    """A reader's results for rows, with at most 5 tokens at a time."""
 
     losses_LB: Tensor
     likeliest_BL: Tensor

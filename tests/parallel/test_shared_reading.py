@@ -62,7 +62,7 @@ PIECES = (None, 8, 5)  # shared out evenly or not; the last of fewer tokens than
 
 
 class Written(NamedTuple):
-    """Of a batch of prompts: the logits after them, the states, and the tokens that follow."""
+    """Results for a batch of prompts: the next logits, the states, and the generated tokens."""
 
     logits_BV: Tensor
     states: States
@@ -70,7 +70,7 @@ class Written(NamedTuple):
 
 
 def written(read: Reader, pieces: tuple[int | None, ...] = PIECES) -> list[Written]:
-    """By pieces of each length."""
+    """Read and continue the prompts, in pieces of each length."""
     found = []
     for piece in pieces:
         prompts = Prompts.of(PROMPTS)
@@ -81,7 +81,7 @@ def written(read: Reader, pieces: tuple[int | None, ...] = PIECES) -> list[Writt
 
 
 def real(states: States) -> States:
-    """Without what stands in the place of keys where there are none."""
+    """Replace the padding among keys and values by zeros."""
 
     def of_layer(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if "length" not in state:
@@ -169,7 +169,7 @@ def read_by_one_process() -> tuple[list[Written], Measured]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str) -> None:
-    """By any rank, of what the test above looks at."""
+    """Some rank notices the fault by the comparisons of the test above."""
     model = READ["attention"]
     expected, rows = read_by_one_process()
     seen = 0
@@ -200,7 +200,7 @@ def test_spans_are_cut_where_their_chunks_end() -> None:
 
 
 def sent(seat: Seat, parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    """The shapes of what the last rank sends of full attention's keys and values, in pieces of 8 tokens."""
+    """Return the shapes of the keys and values that the last rank sends for full attention, in pieces of 8 tokens."""
     found = []
     model = ModelConfig(32, VOCABULARY, "F", {"F": {"kind": "attention", "heads": 2}})
     heard = patch.object(shared_reading, "fill_from_last_share", lambda x, context: found.append(tuple(x.shape)))

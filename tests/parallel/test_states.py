@@ -87,10 +87,10 @@ def config_of(mode: StateMode, parallel: ParallelConfig) -> Config:
 
 
 def step_of(step: int) -> Batch:
-    """What all lanes read in a step: masks of unequal weight, and borders here and there.
+    """Return all lanes' batch in a step, with masks of unequal weight and some document boundaries.
 
-    A lane's text repeats a token of its own behind a first one that all share, and it is the first tokens that count:
-    what they are followed by is known from the state alone.
+    A lane's text repeats a token of its own after a first one that all lanes share. The first tokens count in the loss:
+    their successors are known from the state alone.
     """
     generator = torch.Generator().manual_seed(step)
     tokens_BT = torch.arange(1, LANES + 1)[:, None].repeat(1, LENGTH + 1)
@@ -121,7 +121,7 @@ def started(config: Config, groups: Groups) -> Engine:
 
 
 def steps_of(engine: Engine, steps: range, swapped: bool = False) -> Iterator[float]:
-    """The loss of each of these steps."""
+    """Yield each step's loss."""
     assert engine.carrier is not None
     lanes = engine.carrier.lanes
     for step in steps:
@@ -156,9 +156,9 @@ def further_steps(seat: Seat, config: Config, folder: Path, again: Path) -> list
 def resumed(
     before: str, after: str, configured: Callable[[ParallelConfig], Config], tmp: Path
 ) -> tuple[list[float], set[str]]:
-    """The losses of a run that stopped in one layout and resumes in another, and what is stored, but random states.
+    """Stop a run in one layout and resume it in another; return its losses and the stored keys except random states.
 
-    All of it is the same bit for bit when the other layout writes it again.
+    Stored values are equal bit for bit when the other layout writes them again.
     """
     layouts = LAYOUTS | ROW_LAYOUTS
     (first, ranks) = layouts[before]
@@ -243,7 +243,7 @@ def test_a_run_resumes_as_if_it_had_not_stopped(before: str, after: str, mode: S
 
 @pytest.mark.gloo
 def test_modes_and_lanes_make_a_difference() -> None:
-    """What the other tests compare depends on the states: every mode, and whose state it is."""
+    """The compared losses depend on the states: on the mode, and on the lane that a state belongs to."""
     assert len({tuple(of_one_process(mode)) for mode in MODES}) == len(MODES)
     for mode in (StateMode.passing, StateMode.tbtt):
         (swapped,) = run_distributed(losses, 1, config_of(mode, ParallelConfig()), True)

@@ -1,4 +1,4 @@
-"""Carried states of Zamba2's kind of model: a block at several depths has a state at each of them, on any stage."""
+"""Carried states of models like Zamba2: a block at several depths has a state at each, on any stage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_run_resumes_in_another_layout(before: str, after: str, tmp_path: Path
 @pytest.mark.gloo
 @pytest.mark.parametrize("layer", [1, 4])
 def test_the_state_of_each_place_counts(layer: int) -> None:
-    """Where one place forgets it after every step, other losses follow."""
+    """If one place forgets its state after every step, the losses change."""
     (found,) = run_distributed(losses_without, 1, shared(StateMode.tbtt, ParallelConfig()), layer)
     expected = of_one_process(StateMode.tbtt)
     assert max(abs(one - other) / other for one, other in zip(found, expected, strict=True)) > 1e-3

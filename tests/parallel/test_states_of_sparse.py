@@ -1,4 +1,4 @@
-"""What sparse attention keeps of its past: one process's losses in other layouts, resumed in another too."""
+"""Carried memory of sparse attention: one process's losses in other layouts, also after a resume in another."""
 
 from __future__ import annotations
 

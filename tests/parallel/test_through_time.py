@@ -25,7 +25,7 @@ ALONE = ParallelConfig()
 
 
 def unbounded(parallel: ParallelConfig) -> Config:
-    """Span attention remembers all that comes here, so that cuts between rows do not show."""
+    """Return a configuration with span attention over all tokens, so that cuts between rows have no effect."""
     config = config_of(StateMode.tbtt, parallel)
     span = {**config.model.layers["X"], "remember": STEPS * CHUNKS * LENGTH}
     config.model = replace(config.model, layers={**config.model.layers, "X": span})
@@ -40,7 +40,7 @@ def through(parallel: ParallelConfig) -> Config:
 
 
 def whole_rows() -> Config:
-    """The same in rows of all chunks, for which no state need be carried within a step."""
+    """Return the configuration with rows of all chunks, which need no carried states within a step."""
     config = unbounded(ALONE)
     config.phases = [replace(config.phases[0], seq_len=LENGTH * CHUNKS)]
     return config
@@ -101,7 +101,7 @@ FAST = ("alone", "tp2-sp", "pp2-virtual2")
 @pytest.mark.gloo
 @pytest.mark.parametrize("layout", [pytest.param(c, marks=[] if c in FAST else pytest.mark.slow) for c in CASES])
 def test_losses_and_gradients_are_those_of_whole_rows(layout: str) -> None:
-    """States of the step before enter as well; what the planner counts is what each rank carries."""
+    """States of the step before enter as well; each rank's carried bytes agree with the plan."""
     parallel, ranks = CASES[layout]
     expected, whole = of_whole_rows()
     for rank, (losses, gradients, (held, planned)) in enumerate(run_distributed(trained, ranks, through(parallel))):

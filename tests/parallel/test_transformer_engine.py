@@ -177,7 +177,7 @@ def test_a_region_is_entered_by_the_name_that_there_is(install: Install, precisi
 
 @pytest.mark.usefixtures("install")
 def test_greatest_values_are_shared_within_a_group_also_of_one(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package takes None for all processes, those of the other stages of a pipeline among them."""
+    """The package takes None for all processes, including those of other pipeline stages."""
     from megatron.core import parallel_state
 
     entered = []
@@ -264,7 +264,7 @@ def test_refused_steps_and_evaluations_are_undone(alone: Groups, monkeypatch: py
 
 @pytest.mark.usefixtures("install")
 def test_statistics_are_in_checkpoints_under_the_emulations_names(alone: Groups) -> None:
-    """Views, so that what is read into them is in its place; also before the first step."""
+    """Blocks are views, so that loading fills the statistics in place, also before the first step."""
     emulated = config_of(Precision.fp8_delayed)
     emulated.precision.emulate = True
     engine = Engine(config_of(Precision.fp8_delayed), alone)

@@ -1,4 +1,4 @@
-"""Weights gathered from a layout after some steps, and what its checkpoint holds, are those of one process."""
+"""Weights gathered from a layout after some steps, and its checkpoint, equal those of one process."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_mamba3_beside_windows_by_hand(recipe, parameters):
 
 
 def test_mamba3_flops_by_hand():
-    """By the matrices of a chunk of 128 tokens, T, for each of 4 heads with 6 states and 4 channels."""
+    """Count the matrices in a chunk of 128 tokens, for each of 4 heads with 6 states and 4 channels."""
     layers = {"M": {"kind": "mamba3", "state": 6, "head_dim": 4}}
     (mamba,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
     # in 8 -> z 16, x 16, dt 4, A 4, trap 4, B 6, C 6, one angle; out 16 -> 8
@@ -245,7 +245,7 @@ def test_mamba3_flops_by_hand():
 
 
 def test_gated_deltanet_flops_by_hand():
-    """By the matrices of a chunk of 64 tokens, T, for each of 4 heads with 3 keys and 2 values."""
+    """Count the matrices in a chunk of 64 tokens, for each of 4 heads with 3 keys and 2 values."""
     layers = {"M": {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 0.75, "expand_v": 1.0}}
     (delta,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
     # in 8 -> q 6, k 6, v 8, z 8, a 4 and b 4; out 8 -> 8

@@ -159,8 +159,10 @@ def test_one_process_by_hand(precision, gradients, moments, value, master):
 
 @pytest.mark.parametrize(("emulate", "copies"), [("true", 1), ("false", 2)])
 def test_rounded_weights_that_are_kept_by_hand(emulate, copies):
-    """Of Mamba, which stays in bf16, two MLPs and attention. Else Transformer Engine keeps a copy in each micro-batch,
-    planned in whole values for each of its 32 tokens.
+    """Count two MLPs and attention; Mamba stays in bf16.
+
+    Without the cache, Transformer Engine makes a copy in each micro-batch, planned in full values for each of its 32
+    tokens.
     """
     settings = [*TINY, "precision=fp8_current", f"precision.emulate={emulate}", "precision.bf16_first=1"]
     phases = (largest_phase(load([*settings, f"precision.cache_weights={one}"])) for one in ("false", "true"))
@@ -341,7 +343,7 @@ def test_a_row_that_no_device_holds_is_shared_out():
 
 
 def test_no_layout_is_proposed_that_a_rule_refuses():
-    """torch.compile can't trace what ranks hand over."""
+    """torch.compile can't trace the exchange between context-parallel ranks."""
     for compiled, contexts in (("false", {1, 2}), ("true", {1})):
         found = fit(load(["recipe=samba_421m", f"run.compile={compiled}"]), 2, 80e9)
         assert {layout.parallel.context for layout in found} == contexts
@@ -349,7 +351,7 @@ def test_no_layout_is_proposed_that_a_rule_refuses():
 
 @pytest.mark.parametrize("shares", [1, 2, 4])
 def test_the_last_share_attends_to_the_most(shares: int) -> None:
-    """Query i of a row of 64 sees i + 1 keys, or those of its window: counted one by one over the last share."""
+    """Query i in a row of 64 sees i + 1 keys, or its window's: counted one by one over the last sequence shard."""
     config = load([*TINY, "model.pattern=FW", "model.layers.F={kind: attention, heads: 4}",
                    "model.layers.W={kind: attention, heads: 4, window: 8}"])  # fmt: skip
     whole, window = count_of_last_share(config.model, 64, shares).layers
@@ -371,7 +373,7 @@ STATES = "model.layers.S={kind: mamba2, state: 3, head_dim: 4, groups: 1}"
 
 
 def test_carried_states_by_hand():
-    """Two copies of the states of this rank's lanes, of its layers, a half of what tensor parallelism shares."""
+    """Count two copies of the states for this rank's lanes and layers, halved where tensor parallelism cuts them."""
     layout = ("parallel.tensor=2", "parallel.pipeline=2", "model.pattern=MS|W-")
     _, made = planned(8, *TINY, STATES, *layout, "states.mode=tbtt", "phases.0.micro_batch=1")
     mamba = 16 * 3 * 4 + 3 * 16 * 2
@@ -387,7 +389,10 @@ def test_carried_states_by_hand():
 
 
 def test_chunks_through_time_by_hand():
-    """As many times the activations, or with recompute the borders alone; as few micro batches, and as many tokens."""
+    """Activations grow with the number of chunks; with recompute only the states between chunks are kept.
+
+    There are fewer micro-batches by that factor, each with more tokens.
+    """
     tbtt = (*TINY, "parallel.pipeline=2", "phases.0.micro_batch=1", "states.mode=tbtt", "states.chunks=4")
     detached, through, again = (
         planned(2, *tbtt, *more)[1]
@@ -418,7 +423,7 @@ def test_virtual_stages_count_what_runs_together():
 
 
 def test_seconds_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch):
-    """By products, streams and updates; and as it is: so small a step takes as long as launching its sub-layers."""
+    """Add up products, streams and updates. A step this small takes as long as launching its sub-layers."""
     config, made = planned(2, *TINY, "parallel.pipeline=2")
     gpu = GPUS["h100"]
     counted = count(config.model, 16)

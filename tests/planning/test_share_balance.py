@@ -1,4 +1,4 @@
-"""What shares of rows compute, against keys that are counted one by one."""
+"""Work of sequence shards, compared with keys counted one by one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ TWENTY_MINUTES = 20 * 60
 
 
 def parsed(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the command's own parser makes of it; SystemExit or ConfigError where an option or a key is wrong."""
+    """Parse a command by its own parser; raise SystemExit or ConfigError for a wrong option or key."""
     if command[1:3] == ("-m", "pytest"):
         files = [word for word in command if word.endswith(".py")]
         assert all((Path(__file__).parents[2] / file).is_file() for file in files)
@@ -92,7 +92,7 @@ def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("unit", "rows"), [(1e9, 8), (0.25e9, 2), (1e6, 1)])
 def test_fewer_rows_where_the_recipe_does_not_fit(unit: float, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 80 GB all of its rows, of which 35 GB are planned; on a quarter of that memory fewer."""
+    """Use all rows on 80 GB, of which 35 GB are planned; use fewer on a quarter of that memory."""
     monkeypatch.setattr(recipes, "GB", unit)
     assert load(["recipe=samba_421m"]).phases[0].micro_batch == 8
     assert recipes.fitting("samba_421m", quick=False)[-1] == f"phases.0.global_batch={rows}"

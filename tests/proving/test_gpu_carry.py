@@ -1,4 +1,4 @@
-"""The folder for a GPU machine without a network: what is asked of pip and of the rehearsal, sizes, and its script."""
+"""The folder for a GPU machine without a network: calls of pip and of the rehearsal, sizes, and its script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSIONS = {"python": "3.12", "torch": "2.13.0", "triton": "3.6.0", "megatron-co
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
-    """Stand in for every command, and write a little of what it would write; return the list of calls."""
+    """Replace every command by one that writes a little output in its place; return the list of calls."""
     seen: list[tuple[list[str], dict[str, str]]] = []
 
     def run(command: list[str], environment: dict[str, str] | None = None) -> str:

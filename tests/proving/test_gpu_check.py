@@ -1,4 +1,4 @@
-"""tools/gpu_check.py without a GPU: what it says, and a rehearsal of all it would do."""
+"""tools/gpu_check.py without a GPU: its message, and a rehearsal of everything that it would run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU queue without a GPU: its list, what marks a part done, and what becomes of parts that crash or hang."""
+"""The GPU queue without a GPU: its list, its marks of finished parts, and parts that crash or hang."""
 
 from __future__ import annotations
 

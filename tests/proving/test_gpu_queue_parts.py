@@ -145,7 +145,7 @@ CONTESTS = [part for part in PARTS if part.run == "contests:contest"]
 
 @pytest.mark.parametrize("part", CONTESTS, ids=[part.name for part in CONTESTS])
 def test_a_contest(part: QueuePart, tmp_path: Path, fla: None) -> None:
-    """The other package, by its documentation, computes what our op does: its inputs are converted for that."""
+    """The other package, called as documented with converted inputs, agrees with our op."""
     rows = rows_of(part, tmp_path)
     assert list(rows) == ["tiny, ours", "tiny, theirs"]
     assert all(row["both_ms"] > 0 for row in rows.values())

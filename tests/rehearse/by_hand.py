@@ -1,4 +1,4 @@
-"""Small programs on a GPU that is not there, in a process of their own: what each was counted to do, as JSON.
+"""Small programs on a simulated GPU, in a process of their own: the counted operations of each, as JSON.
 
 `python -m tests.rehearse.by_hand` prints a dictionary with one entry for each function below.
 """
@@ -143,7 +143,7 @@ def calls() -> list[list[float]]:
 
 
 def taken_apart() -> list[str]:
-    """Operations with a kernel of their own on CPUs, which are taken apart where a device has none."""
+    """List operations with their own kernel on CPUs, which a device without one decomposes."""
 
     def has(name: str, key: str) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)

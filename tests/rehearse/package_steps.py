@@ -1,4 +1,4 @@
-"""Rehearses small recipes where every package that can stand in counts as installed, in one process: JSON of reports.
+"""Rehearses small recipes in one process, with all packages that have stand-ins installed: JSON of reports.
 
 `python -m tests.rehearse.package_steps`; attention is by the first of its forms, and by version 4.
 """

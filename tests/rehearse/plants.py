@@ -35,7 +35,7 @@ held: list[Any] = []
 
 @contextmanager
 def before_each_mlp(plant: Callable[[Any], Any]) -> Iterator[None]:
-    """What comes in goes through the plant."""
+    """Pass each MLP's input through the plant, inside the context."""
     SwiGLU.forward = lambda self, x_LBD, state, seq: forward(self, plant(x_LBD), state, seq)  # type: ignore[method-assign]
     try:
         yield
@@ -79,7 +79,7 @@ def rehearsed(settings: list[str], gpus: int) -> dict[str, Any]:
 
 
 def planned_without(forgotten: type[MixerSpec] | None) -> int:
-    """Bytes, by a plan that knows nothing of what one kind of sub-layer keeps for its backward pass."""
+    """Return planned bytes without one kind of sub-layer's activations."""
     values = None if forgotten is None else forgotten.activation_values
     if forgotten is not None:
         forgotten.activation_values = lambda self, sizes: 0  # type: ignore[method-assign]

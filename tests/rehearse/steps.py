@@ -1,7 +1,6 @@
-"""Rehearses what its argument lists, in one process: JSON of [settings, gpus, rank] in, a list of reports out.
+"""Rehearses the jobs in its argument, in one process: a JSON list of [settings, gpus, rank] in, a list of reports out.
 
-A fourth entry says whether kernels are compiled, which they are without it; a fifth which phase is rehearsed, which is
-the largest without it.
+A fourth entry says if kernels are compiled (default: yes), a fifth which phase is rehearsed (default: the largest).
 """
 
 from __future__ import annotations

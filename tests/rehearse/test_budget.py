@@ -1,4 +1,4 @@
-"""A budget sees what grows: planted waits, copies, larger activations, and implementations that are lost."""
+"""A budget notices growth: planted waits, copies, larger activations, and lost implementations."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _kind(value: Any) -> Any:
 
 
 def runs_of_the_study() -> Iterator[tuple[str, Sequence[str]]]:
-    """Of every sweep; where texts and weights come from changes no step."""
+    """Yield the runs of every sweep, without the keys for texts and initial weights, which change no step."""
     for path in sorted((ROOT / STUDY).glob("*.yaml")):
         for run in read_sweep(path).runs:
             yield (

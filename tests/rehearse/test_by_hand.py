@@ -22,7 +22,7 @@ Seen = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Seen]:
-    """What each program of `by_hand` was counted to do."""
+    """Run the programs of `by_hand`, and return the counted operations of each."""
     return printed_by("by_hand", processor_s=200)
 
 

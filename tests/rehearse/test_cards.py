@@ -1,4 +1,4 @@
-"""Verification cards: what was measured, what was rehearsed, and what nobody measured."""
+"""Verification cards: measured lines, rehearsed lines, and lines without a measurement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_was_measured_and_rehearsed() -> None:
 
 
 def test_flops_by_megatrons_formula() -> None:
-    """Of a Llama: our causal attention is half of the row and the token itself."""
+    """For a Llama, our causal attention counts half of the row and the token itself."""
     config = load(["recipe=llama2_438m"])
     length = config.phases[0].seq_len
     model = config.model

@@ -1,9 +1,9 @@
-"""What shows a paper's claim on one H100 is rehearsed there: its runs and their phases, as `fit` cuts them.
+"""Runs for a paper's claims are rehearsed on the one H100 that they need, phase by phase, as `fit` cuts them.
 
-Runs that differ in data, rates or lengths of training alone are rehearsed once. One takes three to twenty seconds of a
-processor. Peaks may be a little below the plan: of one row keys and values are not copied into another order, which the
-plan counts. Joint recall with sparse attention beside Mamba-2 is left out: its keys of 64 channels in fp32 are too wide
-for the kernels, and the tiles that are used then have shapes that depend on values.
+Runs that differ only in data, rates or lengths of training are rehearsed once. One takes three to twenty seconds of a
+processor. Peaks may be a little below the plan: a single row's keys and values are not copied into another order, which
+the plan counts. Joint recall with sparse attention beside Mamba-2 is left out: its keys of 64 channels in fp32 are too
+wide for the kernels, and the tiles that are used then have shapes that depend on values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_SHAPE = {"name", "tokens", "lr", "lr_piece", "data", "dropout"}  # keys of a 
 
 
 def shape(chain: Chain) -> str:
-    """What of a run decides what a step computes."""
+    """Return the part of a run's configuration that decides the computation of a step."""
     plain = {name: section for name, section in to_plain(config_of(chain)).items() if name not in NO_STEP}
     plain["data"] = plain["data"]["documents"]
     plain["states"] = plain["states"]["mode"]
@@ -42,14 +42,14 @@ def shape(chain: Chain) -> str:
 
 
 def by_tiles(config: Config) -> bool:
-    """Whether its sparse attention has keys that are too wide for the kernels."""
+    """Return True if its sparse attention has keys that are too wide for the kernels."""
     sparse = [one for one in architecture(config.model).specs if getattr(one, "sparse", None) is not None]
     return config.precision.name == "fp32" and any(vars(one)["state"] > FP32_SIZE for one in sparse)
 
 
 @cache
 def chains() -> list[tuple[str, Chain]]:
-    """Of every claim the runs, by paper; one of each shape."""
+    """Return one run of each shape among every claim's runs, with the paper's name."""
     found: dict[str, tuple[str, Chain]] = {}
     for name, paper in PAPERS.items():
         for runs in (runs_of(claim.on_gpu) for claim in paper.claims if claim.on_gpu):
@@ -61,7 +61,7 @@ def chains() -> list[tuple[str, Chain]]:
 
 
 def rehearsed(part: list[tuple[str, Chain]], folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Each run with its phases, and what they were seen to do."""
+    """Rehearse all phases of each run; return their settings and reports."""
     jobs = []
     for number, (_, chain) in enumerate(part):
         settings = loadable(chain, folder / str(number))

@@ -35,7 +35,7 @@ def test_their_forms_are_chosen(found: dict[str, Report]) -> None:
 
 
 def test_each_version_has_its_rate(found: dict[str, Report]) -> None:
-    """The same products; where these bind and not bytes, seconds are as the gains."""
+    """Products are equal. Seconds follow the versions' gains where products bind."""
     third, fourth, isolated = (found[name] for name in ("laptop", "flash 4", "isolated"))
     assert summed(third, "flops", "attention") == summed(fourth, "flops", "attention") > 0
     assert summed(isolated, "flops", "attention") == summed(fourth, "flops", "attention")
@@ -68,6 +68,6 @@ def test_products_in_fp8_are_the_same_products(found: dict[str, Report]) -> None
 
 @pytest.mark.parametrize("number", range(4))
 def test_what_fp8_keeps_is_planned(found: dict[str, Report], number: int) -> None:
-    """Inputs in FP8, once for every product, and transposed weights, beside what is gone in bf16."""
+    """FP8 keeps one cast input per product and transposed weights, in place of bf16 inputs."""
     memory = found[f"planned {number}"]["memory"]
     assert memory["planned"] == pytest.approx(memory["peak"], rel=NEAR)

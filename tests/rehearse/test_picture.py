@@ -1,4 +1,4 @@
-"""The picture of a rehearsed step: what is held adds up, and so does the time."""
+"""The picture of a rehearsed step: bytes add up, and so do seconds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_is_held_is_what_was_born_and_has_not_died() -> None:
 
 @pytest.fixture
 def rehearsed() -> Any:
-    """Three micro-batches in a pipeline of two ranks, of which two were played."""
+    """Return a result with three micro-batches in a pipeline of two ranks; two micro-batches were rehearsed."""
     pytest.importorskip("triton")
     from hybridtron.rehearse.census import Operation
     from hybridtron.rehearse.step import CountedPart

@@ -1,4 +1,4 @@
-"""The plan of memory beside rehearsed steps, under what changes what is held: options, documents, states, layouts."""
+"""The memory plan compared with rehearsed steps, for options, documents, states and layouts that change memory."""
 
 from __future__ import annotations
 
@@ -149,5 +149,8 @@ def test_the_host_waits_once_a_step(found: dict[str, dict[str, Any]], job: str) 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_collectives_take_no_less_than_no_time(found: dict[str, dict[str, Any]], job: str) -> None:
-    """In a run's first step Megatron hides no reduction: what that takes more is no micro-batch's."""
+    """Megatron hides no reduction in a run's first step.
+
+    The additional time must not count as a micro-batch's.
+    """
     assert found[job]["model"]["exposed_seconds"] >= 0

@@ -1,4 +1,4 @@
-"""Faults that are planted into the code that trains are seen by a budget, each by the number that it is about."""
+"""Faults planted into the training code are noticed by a budget, each by its own number."""
 
 from __future__ import annotations
 

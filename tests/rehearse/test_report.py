@@ -1,4 +1,4 @@
-"""What the tables say in words."""
+"""Sentences in the tables of a report."""
 
 from __future__ import annotations
 

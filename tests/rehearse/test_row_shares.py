@@ -1,4 +1,4 @@
-"""What ranks that share rows hand over in rehearsed steps: the formula by hand, the plan, and nothing that grows."""
+"""Traffic of context-parallel ranks in rehearsed steps: a formula by hand, the plan, and no growth with the row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Job = tuple[list[str], int, int, bool]
 
 
 def job(recipe: str, *settings: str, ranks: int = RANKS, rank: int = 1) -> Job:
-    """Of a rank in the middle, which sends in every round that any rank sends in, in one direction or the other."""
+    """Return a job for a middle rank, which takes part in every round, in one direction or the other."""
     return [f"recipe={recipe}", "precision=bf16", f"parallel.context={ranks}", *settings], ranks, rank, False
 
 
@@ -68,10 +68,10 @@ def test_a_small_row_by_hand() -> None:
     ["samba_421m", "mamba2_130m", "mamba3_swa_421m", "gla_360m", "rwkv6_70m", "sliding_retnet_446m", "mamba_130m"],
 )
 def test_nothing_grows_with_the_row(recipe: str) -> None:
-    """Recurrences and windows hand over as much of a row that is twice as long; and it is what was planned.
+    """Recurrences and windows send equal amounts for a row twice as long, and the planned ones.
 
-    But for what has no gradient to return, which the plan does not distinguish: RetNet's decays, and what Mamba-3's
-    angles are multiplied by.
+    Values without a gradient to return are an exception, because the plan does not distinguish them: RetNet's decays,
+    and the factors of Mamba-3's angles.
     """
     sizes = ["phases.0.micro_batch=1", "phases.0.global_batch=2", "run.eval_tokens=4M", "run.eval_lengths=[1]"]
     jobs = [job(recipe, *sizes, f"phases.0.seq_len={length}") for length in (16384, 32768)]

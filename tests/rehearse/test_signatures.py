@@ -34,7 +34,7 @@ USED = {  # what transformer_engine.py hands over by name, as it asks the packag
 
 
 def calls(package: str) -> Iterator[tuple[str, int, list[str]]]:
-    """Name, number of positional arguments and keywords of every call of the package's functions in our code."""
+    """Yield name, positional argument count and keywords for every call of the package's functions in our code."""
     for file in CALLERS[package].split():
         for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -68,7 +68,7 @@ def test_a_call_that_does_not_fit_is_seen() -> None:
 
 @pytest.fixture
 def modules() -> dict[str, ModuleType]:
-    """Of all packages that can stand in, made and imported by nobody."""
+    """Create the modules of all packages that have stand-ins, without importing them."""
     finder = StandIns(list(WORKS))
     modules_by_name = {}
     for name in finder.modules:
@@ -100,7 +100,7 @@ def test_a_stand_in_refuses_a_call_that_does_not_fit(modules: dict[str, ModuleTy
 
 
 def test_shapes_of_what_scans_give(modules: dict[str, ModuleType]) -> None:
-    """As the packages' own descriptions of their results say."""
+    """Compare shapes with the packages' own descriptions of their results."""
     B = 2
     L = 300
     E = 8

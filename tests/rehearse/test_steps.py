@@ -1,4 +1,4 @@
-"""Steps of a real recipe, rehearsed: FLOPs, traffic and memory against what is known without running anything."""
+"""Rehearsed steps of a real recipe: FLOPs, traffic and memory, compared with values known without a run."""
 
 from __future__ import annotations
 

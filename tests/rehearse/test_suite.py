@@ -1,4 +1,4 @@
-"""The suite: its cases, what is recorded and what is left, its page; and a slice of it, rehearsed."""
+"""The suite: its cases, its records and missing ones, its page; and a slice of it, rehearsed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_recorded_is_not_played_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_newest_record_holds(tmp_path: Path) -> None:
-    """Of a case that is refused no more, and of one that is refused now."""
+    """A case that was refused and works now, and the reverse, have only the newest kind of record."""
     records = SuiteRecords(tmp_path / "records.jsonl")
     for rank, found in ((1, {"peak": 1}), (0, {"peak": 2}), (0, {"peak": 3})):
         records.write(SMALL, rank, found)

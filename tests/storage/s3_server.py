@@ -1,8 +1,8 @@
 """A store that speaks S3 on the loopback interface, serves a folder, and fails on request.
 
-GET with and without Range, HEAD, PUT, uploads in parts, ETag, and errors as XML: what boto3 asks of a bucket when it
-downloads and uploads. The bucket's name is the first part of the path, and is not looked at. It is no model of S3's
-consistency, rights or signatures.
+It has the requests with which boto3 downloads and uploads: GET with and without Range, HEAD, PUT, uploads in parts,
+ETag, and errors as XML. The bucket's name is the first part of the path, and is ignored. S3's consistency, rights and
+signatures are not modelled.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ FOREVER = 10**9
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` downloads of keys that match `pattern`.
+    """A fault in the next `times` downloads of keys that match `pattern`.
 
     refuse: 503; reset: the connection breaks in mid-body; cut: the body ends early, against its Content-Length; short:
-    it does so, and its Content-Length agrees; flip: one bit is another; lost: 404; dribble: a byte every 50 ms;
-    silent: no answer. Of uploads: refuse: 503; spoil: one bit of what is stored is another.
+    it does so, and its Content-Length agrees; flip: one bit is another; lost: 404; dribble: a byte every 50 ms; silent:
+    no answer. Of uploads: refuse: 503; spoil: one bit of the stored object is another.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Fault:
 
 @dataclass
 class FakeS3:
-    """The server's folder, its faults, and what was asked of it."""
+    """The server's folder and faults, with counts of the requests that it has received."""
 
     root: Path
     faults: list[Fault] = field(default_factory=list)
@@ -59,7 +59,7 @@ class FakeS3:
     closing: threading.Event = field(default_factory=threading.Event)
 
     def reset(self) -> None:
-        """As at the start."""
+        """Restore the initial state."""
         self.faults.clear()
         self.downloads.clear()
         self.delay = 0.0
@@ -96,7 +96,7 @@ def serve(root: Path) -> Iterator[FakeS3]:
 
 
 class OneSession:
-    """boto3's Session, made once: a new one parses megabytes of JSON, which is most of what these tests would do."""
+    """boto3's Session, created once: a new one parses megabytes of JSON, which would take most of a test's time."""
 
     shared = boto3.session.Session()
     lock = threading.Lock()
@@ -107,7 +107,7 @@ class OneSession:
 
 
 def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let clients of this process and of its children use a store, and pause only for a moment before they retry."""
+    """Let clients in this process and its children use a store, with only short pauses before they retry."""
     monkeypatch.setattr(boto3.session, "Session", OneSession)
     monkeypatch.setattr(attempts, "PAUSE", 0.05)
     for name, value in environment(url).items():
@@ -115,7 +115,7 @@ def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environment(url: str) -> dict[str, str]:
-    """What points a process at a store."""
+    """Return the environment variables that direct a process to a store."""
     return {
         "S3_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": "key",

@@ -1,4 +1,4 @@
-"""Stores that mosaicml-streaming has a client for, by a client of the test's, and what its import leaves behind."""
+"""Stores with a client in mosaicml-streaming, here one of the test's, and the side effects of its import."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The client of buckets when a store fails, is slow, is none, or sends elsewhere: it ends, in StorageError.
+"""The client of buckets when a store fails, is slow, is absent, or redirects: it ends in StorageError.
 
-What wrong bytes lead to is for those who know the right ones: tests/data/mds for shards, tests/checkpoint for copies.
+Consequences of wrong bytes are tested where the right ones are known: tests/data/mds for shards, tests/checkpoint for
+copies.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def test_a_closed_port_and_one_that_never_answers(store: FakeS3, monkeypatch: py
 
 @contextmanager
 def answering(status: int, headers: Mapping[str, str], body: bytes) -> Iterator[tuple[str, list[str]]]:
-    """A server with one answer to everything; its address, and what it was asked."""
+    """Run a server with one answer to everything; yield its address and the list of its requests."""
     asked: list[str] = []
 
     class Answer(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The file of a sweep: which runs it stands for, and what is refused."""
+"""The file of a sweep: its runs, and refusals."""
 
 from __future__ import annotations
 

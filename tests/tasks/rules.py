@@ -1,8 +1,8 @@
-"""Samples by the published rules, from what was drawn: written from the rules, without the package's generators.
+"""Samples by the published rules, from given draws: written from the rules, without the package's generators.
 
     python -m tests.tasks.rules          writes prompt, answer and mask of every entry of golden/*.jsonl again
 
-An entry has what was drawn (keys, values, places, ...). Everything else follows here by the letter of the rules: the
+An entry has its draws (keys, values, places, ...). Everything else follows here by the letter of the rules: the
 templates are written out in each number, a byte is a token, and the mask has a 1 for each byte of the answer.
 """
 
@@ -86,7 +86,7 @@ def needle_prompt(entry: dict, context: str) -> Derived:
 
 
 def first_sentences(count: int) -> list[str]:
-    """Of the first `count` words of the essay, which starts again at its end."""
+    """Return the sentences with the essay's first `count` words; the essay repeats after its end."""
     found: list[str] = []
     while count > 0:
         for sentence in ESSAY:
@@ -344,7 +344,7 @@ TOKEN_RULES = {
 
 
 def derived(task: str, entry: dict) -> dict:
-    """The entry with what follows from its draws; the mask as its numbers of zeros and ones."""
+    """Return the entry with the values that follow from its draws; the mask as numbers of zeros and ones."""
     if task == "mqar":
         return entry | dict(zip(("tokens", "mask", "targets"), mqar(entry), strict=True))
     if task in TOKEN_RULES:

@@ -1,7 +1,7 @@
-"""BABILong's golden samples, from the facts, their gaps and where the text begins.
+"""BABILong's golden samples, from the facts, their gaps and the position where the text begins.
 
-The prompts up to the text are golden/babilong/qa*.prompt, taken letter by letter from the published ones. The answer is
-what the reader of `solvers.py` makes of the facts; the sentence around it has the form of the prompt's examples.
+The prompts up to the text are golden/babilong/qa*.prompt, taken letter by letter from the published ones. The answer
+follows from the facts by the reader of `solvers.py`; the sentence around it has the form of the prompt's examples.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ FACT = re.compile(
 
 
 class Reader:
-    """What a reader knows after the facts of a story."""
+    """Knowledge after the facts of a story."""
 
     def __init__(self, text: str) -> None:
         self.place: dict[str, str] = {}
@@ -149,7 +149,10 @@ def babilong(prompt: str) -> str:
 
 
 def beside(text: str, words: list[str]) -> str:
-    """`What is north of the hall?` and `What is the hall north of?`, by facts in either direction."""
+    """Name a neighbour, by facts in either direction.
+
+    It is `X` in `The X is north of the hall`, or `Y` in `The hall is north of the Y`.
+    """
     opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
     facts = re.findall(r"The (\w+) is (\w+) of the (\w+)\.", text)
     facts += [(y, opposite[side], x) for x, side, y in facts]

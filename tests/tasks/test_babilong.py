@@ -21,7 +21,7 @@ STORIES = 400
 
 
 class PairsOfWords:
-    """A vocabulary in which a fact is about 3 tokens, so that the number of facts is what limits a story."""
+    """A vocabulary with about 3 tokens per fact, so that the number of facts limits a story."""
 
     digest = "pairs of words"
 

@@ -1,4 +1,4 @@
-"""What a length has room for: the search ends, finds the largest number of units, and says where there is none."""
+"""The search for the largest number of units that fits a length: it ends, and reports if nothing fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every task gives the samples of its golden file, which follow from what was drawn by the rules (rules.py)."""
+"""Every task gives the samples of its golden file; they follow from its draws by the rules (rules.py)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""RULER's samples by lm-evaluation-harness are ours, once what is drawn is taken from them and its differences undone.
+"""RULER's samples by lm-evaluation-harness equal ours, once its draws are used and its differences undone.
 
 Its generators are called directly, for the tasks that need no download. Differences that are undone here: `vt` spells
 "assgined", joins its lines by spaces and sets no example before these; `cwe` gives its example apart; the answer's
-prefix follows a space that it leaves to the harness. What remains: lengths (it counts special tokens and answers, and
-searches in steps), the order of its random numbers, and `string_match_part`, where it takes the mean over references.
+prefix follows a space that it leaves to the harness. Remaining differences: lengths (it counts special tokens and
+answers, and searches in steps), the order of its random numbers, and `string_match_part`, where it takes the mean over
+references.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Metrics agree with lm-evaluation-harness's own functions on a hundred continuations each.
 
-They are made of what is wanted and of words around it: in other cases, in parts, with control characters, empty. One
+Continuations are made of expected words and others: in other cases, in parts, with control characters, empty. One
 difference remains: `string_match_part` is a mean over references there, so that it is compared with one reference.
 """
 
@@ -23,7 +23,7 @@ JOINTS = [" ", "\n", "\t", "\x01", ", ", "", ". "]
 
 @pytest.fixture(scope="module")
 def continuations() -> list[tuple[str, list[str]]]:
-    """Each with what is wanted of it."""
+    """Return continuations, each with its expected words."""
     pytest.importorskip("lm_eval")
     rng = random.Random(0)
     texts_and_wanted = []

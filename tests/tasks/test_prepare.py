@@ -50,7 +50,7 @@ def test_samples_and_masks_are_the_task_s(task: str, length: int, options: list[
 
 
 def test_few_strings_are_shared_out_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 26 strings of a letter 12 are held out, and the 14 others are what can be learned."""
+    """There are 26 strings with one letter: 12 are held out, and the other 14 can be learned."""
     command = [*COMMAND, "copying", "--length", "5", "--output", str(tmp_path / "made")]
     assert main(command) == 2
     assert "distinct samples" in capsys.readouterr().err

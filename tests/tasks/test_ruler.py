@@ -170,7 +170,7 @@ def test_essays_start_again_where_the_corpus_ends() -> None:
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_essays_of_held_out_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None) -> None:
-    """Those of at least 20 words, and none of the training documents."""
+    """Use held-out documents with at least 20 words, and no training documents."""
     monkeypatch.chdir(tmp_path)  # where unpacked shards are cached
     tokenizer = train_tokenizer(["The sea is wide. A ship is small."] * 9, 300)
     long = "The sea is wide. " * 6

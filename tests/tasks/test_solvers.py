@@ -1,4 +1,4 @@
-"""The solver that reads the prompt scores 100, the empty answer 0, and another sample's answer what chance gives."""
+"""The solver, which reads the prompt, scores 100; the empty answer 0; another sample's answer the level of chance."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def looked_up(seen: Sequence[int]) -> int:
 
 
 def paired(seen: Sequence[int]) -> int:
-    """What followed the last token at the start of the row, where 4 pairs are."""
+    """Return the token that followed the last token among the 4 pairs at the row's start, or -1."""
     return dict(zip(seen[:8:2], seen[1:8:2], strict=False)).get(seen[-1], -1)
 
 
@@ -122,7 +122,7 @@ def test_the_length_of_joint_recall_is_the_paper_s() -> None:
 
 
 def test_padding_fills_a_row_and_changes_nothing_else() -> None:
-    """PAD is token 3, it is not learned, and what is generated ends before it."""
+    """PAD is token 3; it is not learned, and generation ends before it."""
     for index in range(20):
         plain, padded = (
             named("joint_recall", ["sizes=1-3,1-3", f"padded={one}"]).sample(0, index, BYTES, 50)
@@ -204,7 +204,7 @@ def test_extreme_powers_prefer_opposite_ends(power: str) -> None:
 
 
 def test_a_value_that_follows_its_key_is_the_next_token() -> None:
-    """The same pairs at the same places: what is wanted of a key is unchanged, and it stands behind it."""
+    """Pairs and places are equal: a key's target is unchanged, and it comes right after the key."""
     apart, follows = (named("mqar", [f"follows={one}"]).sample(5, 2, BYTES, 64) for one in ("false", "true"))
     assert (follows.labels, follows.targets()) == (None, apart.targets())
     assert follows.meta == apart.meta

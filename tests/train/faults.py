@@ -77,9 +77,9 @@ def happening(fault: str, owner: type, method: str, call: int) -> Iterator[None]
 
 @dataclass
 class Faulty(Dataset[Any]):
-    """What a worker process is given to read, with a fault before it reads a step, counted from 1.
+    """A worker process's dataset, with a fault before it reads a step, counted from 1.
 
-    What it writes to stderr from there on goes to a file.
+    From then on its stderr goes to a file.
     """
 
     read: Dataset[Any]
@@ -185,7 +185,7 @@ def outcome_of(run: Path) -> dict[str, Any]:
 
 
 def ending_of(run: Path) -> dict[str, Any]:
-    """How a run ended, without how far it had come."""
+    """Return a run's outcome without its progress."""
     return {key: value for key, value in outcome_of(run).items() if key in ("outcome", "step", "rank", "reason")}
 
 

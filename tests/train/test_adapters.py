@@ -1,4 +1,4 @@
-"""Phases with adapters: what learns, what keeps its bits, and what becomes of adapters from phase to phase."""
+"""Phases with adapters: trained weights, weights that keep their bits, and adapters from phase to phase."""
 
 from __future__ import annotations
 

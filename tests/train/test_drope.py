@@ -42,7 +42,7 @@ def test_a_phase_drops_the_positions(train_small: Train, tmp_path: Path, capsys:
 def test_an_evaluation_reads_with_self_extend(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What neighbours see is as ever; further away it differs. The page says how it was read."""
+    """Losses near the start are unchanged; later ones differ. The page names the way of reading."""
     assert train_small("model.layers.W.window=null", "phases.0.tokens=640") == 0
     run = str(tmp_path / "run")
     losses = {}

@@ -1,6 +1,6 @@
-"""The AdamW of Transformer Engine and apex, which Megatron takes where one is installed, by a stand-in.
+"""The AdamW of Transformer Engine and apex, which Megatron uses if one is installed, by a stand-in.
 
-It keeps what they keep: the moments of a weight are made by its first step and nothing is beside them, and steps are
+It has the same state as they have: a weight's moments are created in its first step and are alone, and steps are
 counted for a group of weights. The arithmetic is torch's, so that runs give the same bits as with torch's own.
 """
 
@@ -26,7 +26,7 @@ TWO_PHASES = f"phases=[{{name: a, tokens: 256, {SIZES}}},{{name: b, tokens: 256,
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As transformer_engine.pytorch.optimizers.FusedAdam and apex.optimizers.FusedAdam."""
+    """Stand-in for transformer_engine.pytorch.optimizers.FusedAdam and apex.optimizers.FusedAdam."""
 
     def __init__(
         self,

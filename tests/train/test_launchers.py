@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @contextmanager
 def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, of which nothing is left behind."""
+    """Start a process in its own group; at the end the full group is killed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True

@@ -1,4 +1,4 @@
-"""One run, one writer: a start waits for the folder's lock, and takes over what a dead process has left."""
+"""One run, one writer: a start waits for the folder's lock, and takes over a dead process's lock."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_heartbeat_takes_the_place_of_a_lock(
 
 
 def left_behind(run: Path, host: str) -> None:
-    """As by a process that was killed."""
+    """Leave a lock as a killed process would."""
     run.mkdir(exist_ok=True)
     here = RunLock(run)
     (run / lock.FILE).write_text(here.own.replace(here.here, f" on {host} since ").ljust(lock.SIZE))

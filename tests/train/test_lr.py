@@ -49,7 +49,7 @@ def test_constant(tokens: int, expected: float) -> None:
     ("tokens", "expected"), [(1, 0.0), (200, 0.0), (201, 0.02), (250, 1.0), (300, 2.0), (650, 1.1), (1000, 0.2)]
 )
 def test_hold_stands_before_the_warm_up(tokens: int, expected: float) -> None:
-    """What follows runs over the rest: half a cosine from 300 to 1000."""
+    """The schedule covers the rest: half a cosine from 300 to 1000."""
     optim = OptimConfig(hold="20%", warmup="100")
     assert learning_rate(configured(optim, PHASE), 0, tokens) == pytest.approx(expected)
 

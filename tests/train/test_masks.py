@@ -1,4 +1,4 @@
-"""Conversations train on what the assistant says: its tokens are counted by hand, also where a run resumes."""
+"""Conversations train on the assistant's tokens, which are counted by hand, also when a run resumes."""
 
 from __future__ import annotations
 

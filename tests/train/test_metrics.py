@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, the terminal, and the sinks, which here are stand-ins that keep what they get."""
+"""Destinations of metrics: metrics.jsonl, the terminal, and the sinks, here stand-ins that record their input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEP = StepMetrics(
 
 
 class Events:
-    """Stands in for TensorBoard: every file of events that was opened, from which step on, and what it got."""
+    """Stand-in for TensorBoard: every opened event file, with its first step and its values."""
 
     def __init__(self) -> None:
         self.opened: list[tuple[int, list[tuple[int, str, float]]]] = []
@@ -45,7 +45,7 @@ class Events:
 
 
 class Runs:
-    """Stands in for wandb: the options of every start, and what was logged."""
+    """Stand-in for wandb: the options of every start, and all logged values."""
 
     def __init__(self) -> None:
         self.started: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Traffic that is overlapped with computation changes when weights are gathered, and nothing of what a run leaves."""
+"""Overlapping traffic with computation changes the time at which weights are gathered, but no result of a run."""
 
 from __future__ import annotations
 

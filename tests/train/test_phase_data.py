@@ -33,7 +33,7 @@ class Refused(Exception):
 
 
 class Case(NamedTuple):
-    """Data keys of a run and of its phases; a phase may lack a key, or set it to null (None)."""
+    """Data keys for a run and its phases; a phase may lack a key, or set it to null (None)."""
 
     path: str
     mixture: dict[str, dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What a phase's steps compute, against numbers by hand."""
+"""FLOPs of a phase's steps, compared with numbers by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FULL_ATTENTION = ["recipe=laptop", "model.pattern=F", "model.layers.F={kind: att
 
 
 def micro_batch(*borders: int) -> Batch:
-    """A row with documents that begin at these places, of which a rank has the second share."""
+    """Return a rank's second sequence shard of a row; documents begin at these places."""
     tokens_BL = torch.zeros(1, LENGTH, dtype=torch.int64)
     places_L = torch.arange(LENGTH)
     documents_BL = sum((places_L >= border for border in borders), torch.zeros(LENGTH)).int().unsqueeze(0)

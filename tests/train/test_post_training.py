@@ -48,7 +48,7 @@ def tensors(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
 
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Those that the model is made of."""
+    """Return the model's own weights from a checkpoint."""
     return tensors(checkpoint, "embedding.") | tensors(checkpoint, "layers.") | tensors(checkpoint, "norm.")
 
 
@@ -128,7 +128,7 @@ def test_another_model_is_refused(base: Path, tmp_path: Path, capsys: pytest.Cap
 def test_attention_becomes_span_attention(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every weight is loaded, and what uses them otherwise is reported."""
+    """Every weight is loaded, and its new use is reported."""
     assert train_small("run.max_steps=2") == 0
     span = ["model.pattern=(M-X-)*2", "model.layers.X={kind: span, heads: 4, chunk: 8, block: 4, blocks: 1}"]
     arguments = [f"run.weights={tmp_path / 'run'}", f"run.dir={tmp_path / 'span'}", "run.max_steps=1", *span]

@@ -22,7 +22,7 @@ from tests.train.faults import ending_of, happening, outcome_of, trained
 
 
 def alone(values: list[float]) -> list[float]:
-    """What one process agrees on."""
+    """Agree on values with a single process."""
     return values
 
 
@@ -166,7 +166,7 @@ def test_a_process_without_its_launcher_ends(
 
 
 def test_a_launcher_that_died_before_anyone_looked_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes were adopted by then, by what is no Python."""
+    """Its processes have been adopted already, by a program other than Python."""
     with subprocess.Popen(["sleep", "100"]) as adopter:
         monkeypatch.setattr(launcher, "PARENT", adopter.pid)
         monkeypatch.setattr(os, "getppid", lambda: adopter.pid)

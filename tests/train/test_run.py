@@ -1,4 +1,4 @@
-"""Whole runs through train.py: what they write, how they resume, what they refuse."""
+"""Full runs through train.py: their files, their resumption, and refusals."""
 
 from __future__ import annotations
 

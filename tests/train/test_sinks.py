@@ -1,4 +1,4 @@
-"""TensorBoard and wandb themselves: a run that is resumed and rolled back, read back from what they wrote."""
+"""TensorBoard and wandb themselves: a run that is resumed and rolled back, read from their own files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which data each step reads when windows are left out, against lists from which they are really taken."""
+"""The data that each step reads when windows are left out, compared with lists without these windows."""
 
 from __future__ import annotations
 

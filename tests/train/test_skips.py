@@ -1,4 +1,4 @@
-"""Steps that are refused, and runs that roll back: compared with runs that were put together by hand."""
+"""Refused steps and rollbacks, compared with runs assembled by hand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def final(run: Path, step: int = STEPS) -> dict[str, Tensor]:
 
 
 def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
-    """The same steps without trainer and guard: those refused are computed, and their gradients thrown away."""
+    """Take the same steps without trainer and guard: refused steps are computed, and their gradients discarded."""
     with megatron_context():
         engine = Engine(config, process_groups.start(ParallelConfig(), launch=ProcessLaunch(0, 1)))
         phases = resolve(config)
@@ -207,7 +207,7 @@ def test_a_run_that_has_rolled_back_twice_resumes_as_if_it_had_not_stopped(train
 
 
 def test_windows_reach_over_phases(train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint between two phases could not be written: both leave out what they had read."""
+    """The checkpoint between two phases can't be written: both phases leave out the windows that they had read."""
     phase = "{name: NAME, tokens: 320, seq_len: 16, global_batch: 4, lr: 1e-3, micro_batch: 2}"
     phases = f"phases=[{phase.replace('NAME', 'a')},{phase.replace('NAME', 'b')}]"
     original = Saver._seal

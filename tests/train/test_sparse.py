@@ -29,7 +29,7 @@ def test_a_run_on_lanes_resumes_with_the_keys_that_it_had_kept(train_small: Trai
 def test_the_ranking_loss_is_reported_beside_the_loss(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the scores' start, near ln 2 for each of two layers, times alpha."""
+    """Initial scores give a loss near ln 2 for each of two layers, times alpha."""
     assert train_small(SPARSE, f"run.dir={tmp_path / 'run'}", "run.max_steps=2", "run.log_every=1") == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["auxiliary"].keys() for line in lines] == [{"ranking"}] * 2

@@ -1,4 +1,4 @@
-"""The watchdog of one process, and who is named as the rank that failed first."""
+"""The watchdog of one process, and the choice of the rank that is named as the first to fail."""
 
 from __future__ import annotations
 

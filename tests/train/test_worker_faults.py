@@ -21,7 +21,7 @@ def arguments_of(data: Path, run: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def clean(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run to which nothing happens, and that reads without worker processes."""
+    """Train a run without faults and without worker processes."""
     run = tmp_path_factory.mktemp("clean") / "run"
     assert train_ranks(arguments_of(counting_folder, run)) == [0, 0]
     return run

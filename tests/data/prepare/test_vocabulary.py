@@ -1,4 +1,4 @@
-"""The token that ends documents, and tokenizers that can't be used."""
+"""The token at the end of documents, and tokenizers that can't be used."""
 
 from __future__ import annotations
 

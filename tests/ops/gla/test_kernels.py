@@ -129,7 +129,7 @@ def test_what_it_does_not_support() -> None:
 
 
 def shipped() -> None:
-    """Run forward and backward at the sizes of published models and of Sliding GLA, and at the largest allowed ones."""
+    """Run forward and backward at the sizes of published models, and at the largest allowed ones."""
     narrow = torch.bfloat16, torch.float16
     for dtype, key, value in ((narrow[0], 192, 384), *((d, 128, 256) for d in narrow), (torch.float32, KEYS, VALUES)):
         with torch.device("meta"):

@@ -165,7 +165,7 @@ def joined(own: SoftmaxSums, theirs: SoftmaxSums) -> SoftmaxSums:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_holds_what_the_planner_counts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 600 tokens 100 have logits at a time.
+    """Compute logits for 100 of 600 tokens at a time.
 
     Apart from the inputs, memory has a workspace and some values per token.
     """

@@ -331,7 +331,7 @@ def test_the_softmax_of_a_loss(size: int, z_loss: float, dtype: torch.dtype, clo
 
 
 def test_what_is_not_finite_stays_so() -> None:
-    """A value that is not finite reaches the loss, so that the step is refused."""
+    """NaN and infinity reach the loss, so that the step is refused."""
     for value in (torch.nan, torch.inf):
         op, inputs = scan(1, 5, 3)
         x = inputs.x_BLE.float()

@@ -25,7 +25,7 @@ CHANNELS = 4608
 
 @pytest.fixture
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use chunks of 8 tokens, tiles of 4, blocks of 4 channels, and 2 parts in the chain at a time."""
+    """Use small tiles: chunks of 8 tokens, tiles of 4, 4 channels a block, and 2 parts in the chain at a time."""
     from hybridtron.ops.scan import kernels as scan
     from hybridtron.ops.scan import kernels_backward as back
 

@@ -157,8 +157,3 @@ def training_seed(seed: int) -> int:
     if not 0 <= seed < TRAINING_SEEDS:
         raise TaskError(f"seed {seed}: a seed is from 0 to {TRAINING_SEEDS - 1}", code="out-of-range")
     return TRAINING_SEEDS + seed
-
-
-def plural(count: int, what: str) -> str:
-    """Format a count with its noun: `1 token`, `2 tokens`."""
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -45,11 +45,6 @@ def essay(provider: str, count: int) -> list[str]:
     return (words * repeats)[:count]
 
 
-def essay_sentences(provider: str, count: int) -> list[str]:
-    """Split a corpus's first `count` words into sentences."""
-    return split_sentences(" ".join(essay(provider, count)))
-
-
 def corpus_sentences(provider: str) -> list[str]:
     """Return all sentences of a corpus; for the synthetic provider, SYNTHETIC_SENTENCES generated ones."""
     if provider == SYNTHETIC:

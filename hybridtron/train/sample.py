@@ -12,16 +12,16 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.model.sampling import Sampling
 from hybridtron.model.text import TextOfRow, write
 
+SAMPLING = Sampling(temperature=0.8, seed=0)
 
-def sample_text(
-    model: LanguageModel, checkpoint: Path, prompt: str, new_tokens: int, temperature: float = 0.8, seed: int = 0
-) -> str:
+
+def sample_text(model: LanguageModel, checkpoint: Path, prompt: str, new_tokens: int) -> str:
     """Return the prompt continued by `new_tokens` generated tokens, with the tokenizer in the checkpoint folder."""
     tokenizer = read_tokenizer((checkpoint / "tokenizer.json").read_bytes())
     ids = tokenizer.encode(prompt).ids
     text = TextOfRow(tokenizer.decode, new_tokens, before=ids)
     prompts = Prompts.of([ids], next(model.parameters()).device)
-    write([text], continued(reader(model), prompts, Sampling(temperature, seed=seed)), lambda row, new: None)
+    write([text], continued(reader(model), prompts, SAMPLING), lambda row, new: None)
     return tokenizer.decode(ids) + text.text
 
 

@@ -132,10 +132,10 @@ test-gpu: $(VENV)/.dev
 	$(BIN)/pytest -m gpu
 
 audit: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python tools/audit_parallel.py --cases all
+	OMP_NUM_THREADS=1 $(BIN)/python -m hybridtron audit --cases all
 
 chaos: $(VENV)/.ready
-	$(BIN)/python tools/chaos.py
+	$(BIN)/python -m hybridtron chaos
 
 rehearse: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m hybridtron rehearse --suite

@@ -24,7 +24,10 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 sys.path[:0] = [os.path.dirname(sys.argv[0]), ""]  # the former as Python itself does
-runpy.run_path(sys.argv[0], run_name="__main__")
+if sys.argv[0] == "hybridtron":
+    runpy.run_module("hybridtron", run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -44,7 +47,7 @@ def started_without(absent: str, *command: str) -> subprocess.CompletedProcess[s
     ("absent", "command", "cure"),
     [
         ("hydra", ["train.py", "run.max_steps=1"], "pip install"),
-        ("matplotlib", ["tools/plot_metrics.py", "."], "[plot]"),
+        ("matplotlib", ["hybridtron", "plot", "."], "[plot]"),
         ("transformers", ["tools/convert.py", "export", "--checkpoint", "a", "--output", "b"], "[export]"),
     ],
 )
@@ -115,7 +118,7 @@ def test_a_benchmark_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_help_needs_no_extra() -> None:
-    done = started_without("matplotlib", "tools/plot_metrics.py", "--help")
+    done = started_without("matplotlib", "hybridtron", "plot", "--help")
     assert (done.returncode, done.stderr) == (0, "")
 
 

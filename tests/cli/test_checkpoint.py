@@ -1,4 +1,4 @@
-"""tools/checkpoint.py: list checkpoints, verify them, compare two, and rewrite one."""
+"""`hybridtron checkpoint`: list checkpoints, verify them, compare two, and rewrite one."""
 
 from __future__ import annotations
 

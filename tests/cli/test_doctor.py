@@ -22,9 +22,9 @@ def package(folder: Path, name: str, body: str) -> None:
 
 
 def examine(*folders: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(map(str, folders))
+    path = os.pathsep.join(map(str, (*folders, ROOT)))
     return subprocess.run(
-        [sys.executable, str(ROOT / "tools/doctor.py")],
+        [sys.executable, "-m", "hybridtron", "doctor"],
         capture_output=True,
         text=True,
         cwd=cwd,

@@ -163,10 +163,9 @@ def test_wrong_numbers_are_said(run_dir: Path, wrong: list[str], capsys) -> None
 
 def test_as_a_person_runs_it(tmp_path: Path) -> None:
     """A wrong path is answered at once: neither torch nor anything else slow is imported for it."""
-    code = "import os, runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
-    code += "sys.path.insert(0, os.path.dirname(sys.argv[0])); "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, str(ROOT / "tools/generate.py"), str(tmp_path / "nowhere")]
+    code = "import sys; sys.modules['torch'] = None; "
+    code += "from hybridtron.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "generate", str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.strip().endswith("does not exist")

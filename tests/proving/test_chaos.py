@@ -14,7 +14,7 @@ from hybridtron.proving.chaos import main as chaos
 from hybridtron.proving.chaos.faults import KINDS, Disk, Scene, deleted, flipped, strike, truncated
 from hybridtron.proving.chaos.run import ProcessStart, Run, arguments_of
 
-COMMAND = [sys.executable, str(Path(__file__).parents[2] / "tools/chaos.py")]
+COMMAND = [sys.executable, "-m", "hybridtron", "chaos"]
 
 
 @pytest.mark.gloo

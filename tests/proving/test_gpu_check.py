@@ -1,4 +1,4 @@
-"""tools/gpu_check.py without a GPU: its message, and a rehearsal of everything that it would run."""
+"""`hybridtron check gpu` without a GPU: its message, and a rehearsal of everything that it would run."""
 
 from __future__ import annotations
 

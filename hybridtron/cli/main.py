@@ -38,14 +38,16 @@ COMMANDS = {
     "import": ("convert:import_main", "a model in the format of Hugging Face to a checkpoint"),
     "audit": ("audit:main", "compare every gradient of a parallel layout with one process"),
     "bench": ("bench:main", "measure this package against its peers"),
-    "gpu-check": ("hybridtron.proving.gpu.main:main", "check a GPU: every kernel's results, and speed"),
-    "check gpu": ("hybridtron.proving.gpu.main:main", "the same: a GPU's results and speed"),
+    "check gpu": ("hybridtron.proving.gpu.main:main", "check a GPU: every kernel's results, and speed"),
     "check cards": ("hybridtron.rehearse.cards:main", "verification cards: what was measured and what was rehearsed"),
     "chaos": ("hybridtron.proving.chaos.main:program", "kill and damage a run, and compare its end"),
     "submit": ("hybridtron.cluster.submit:main", "submit a run to SLURM"),
     "status": ("hybridtron.cluster.status:main", "state, speed and remaining time of runs"),
 }
 """Name -> (MODULE:FUNCTION, help line). A module without a dot is in this folder."""
+
+RENAMED = {"gpu-check": "check gpu"}
+"""Former name of a command -> its name."""
 
 FAMILIES = {name.split()[0] for name in COMMANDS if " " in name}  # first words that are not commands by themselves
 
@@ -69,6 +71,10 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"]:
         print(f"hybridtron {__version__}")
         return 0
+    if arguments and arguments[0] in RENAMED:
+        name = RENAMED[arguments[0]]
+        print(f"warning: `hybridtron {arguments[0]}` is `hybridtron {name}` now", file=sys.stderr)
+        arguments = [*name.split(), *arguments[1:]]
     if arguments and arguments[0] in FAMILIES:
         family = arguments[0]
     else:

@@ -102,6 +102,15 @@ def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFi
         assert not said.out
 
 
+def test_a_former_name_runs_the_command_and_warns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["gpu-check", "--help"])
+    said = capsys.readouterr()
+    assert ended.value.code == 0
+    assert said.out.startswith("usage: hybridtron check gpu")
+    assert said.err == "warning: `hybridtron gpu-check` is `hybridtron check gpu` now\n"
+
+
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hybridtron {__version__}\n"

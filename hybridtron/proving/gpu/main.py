@@ -1,6 +1,6 @@
 """Checks this machine's GPU: does everything run, is it correct, and how fast is it. One command writes one table.
 
-    hybridtron check gpu               writes benchmarks/gpu_check.md; `hybridtron gpu-check` is the same
+    hybridtron check gpu               writes benchmarks/gpu_check.md
     hybridtron check gpu --only correctness --only kernels
     hybridtron check gpu --only every_recipe --recipe samba_421m
     hybridtron check gpu --rehearse    with tiny sizes on any machine; its numbers mean nothing
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     failed = [name for name in parts if not ran(name, report, chosen.recipe)]
     report.notes += [f"{name} FAILED" for name in failed]
     folder = None if chosen.rehearse else pages()
-    publish(report, "hybridtron gpu-check", chosen.output or (folder and folder / "gpu_check.md"))
+    publish(report, "hybridtron check gpu", chosen.output or (folder and folder / "gpu_check.md"))
     if failed or not all(goal.reached for goal in report.goals):
         return 1
     return 0

@@ -29,7 +29,6 @@ import traceback
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from hybridtron.cli import lean_imports
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
@@ -72,10 +71,10 @@ def main(arguments: list[str]) -> int:
         else:
             lock = nullcontext()
         with requests, lock:
-            with lean_imports.uncollected():  # imports torch, which the checks do without
-                from hybridtron.evaluate.in_training import in_training
-                from hybridtron.interop.phase_exports import PhaseExports
-                from hybridtron.train.run import run
+            # imports torch, which the checks do without
+            from hybridtron.evaluate.in_training import in_training
+            from hybridtron.interop.phase_exports import PhaseExports
+            from hybridtron.train.run import run
 
             run(config, requests, PhaseExports(config), in_training(config))
     except (ConfigError, ExportsFailed, Preempted) as end:

@@ -204,7 +204,7 @@ RECURRENCES = (
         strong_heads,
         ((ssd.chunked, "CHUNK", 4),),
     ),
-    Recurrence("gla", gla_scan, gla_inputs, HEADS, strong_keys, ((gla.chunked, "CHUNK", 5), (gla.chunked, "SUB", 2))),
+    Recurrence("gla", gla_scan, gla_inputs, HEADS, strong_keys, ((gla.chunked, "CHUNK", 5), (gla.decay, "SUB", 2))),
     *(
         Recurrence(
             f"delta by {gate}",
@@ -212,7 +212,7 @@ RECURRENCES = (
             partial(delta_inputs, by_channel=gate == "channel"),
             HEADS,
             strong_keys,
-            ((delta.chunked, "CHUNK", 5), (delta.decay, "SUB", 2)),
+            ((delta.chunked, "CHUNK", 5), (gla.decay, "SUB", 2)),
         )
         for gate in ("channel", "head")
     ),

@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.chunks import ScanOfChunks, chunks_of
-from hybridtron.ops.delta.decay import ChannelDecay, ChunkDecay, HeadDecay
+from hybridtron.ops.delta.decay import ChannelDecay, DeltaDecay, HeadDecay
 from hybridtron.ops.delta.reference import DeltaInputs, delta_scan, initial_state
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
@@ -109,7 +109,7 @@ class DeltaRow(NamedTuple):
 class DeltaChunk:
     """T tokens, with their outputs and gradients given the state before them."""
 
-    def __init__(self, read_2BHTN: Tensor, v_BHTP: Tensor, beta_BHT: Tensor, decay: ChunkDecay, sight: Sight) -> None:
+    def __init__(self, read_2BHTN: Tensor, v_BHTP: Tensor, beta_BHT: Tensor, decay: DeltaDecay, sight: Sight) -> None:
         self.read_2BHTN = read_2BHTN
         self.k_BHTN = read_2BHTN[1]
         self.v_BHTP = v_BHTP

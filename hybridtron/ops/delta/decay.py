@@ -25,15 +25,13 @@ Legend: as in `reference`; T tokens of one chunk, S of one block, K tokens befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybridtron.ops.gla.decay import ChunkDecay, DecayBlock
 from hybridtron.ops.ssd.decay import Sight, decays
-
-SUB = 16  # tokens of a block, whose pairs have exponents of their own
 
 
 class PairGradients(NamedTuple):
@@ -44,19 +42,8 @@ class PairGradients(NamedTuple):
     sum_BHTG: Tensor  # float64
 
 
-class ChunkDecay:
-    """Decays of a chunk: from the state before it to each token, and from each token to the state after it.
-
-    They are 0 for tokens of other documents than the state's. Subclasses add the decays between pairs of tokens.
-    """
-
-    def __init__(self, g_BHTG: Tensor, sight: Sight, dtype: torch.dtype) -> None:
-        self.dtype, self.sees_B1TT = dtype, sight.tokens_BTT.unsqueeze(1)
-        self.sum_BHTG = self.sees_B1TT.double() @ g_BHTG.double()
-        last_BH1G = self.sum_BHTG[:, :, -1:]
-        self.since_start_BHTG = self._by_token(self.sum_BHTG, sight.first_BT)
-        self.to_end_BHTG = self._by_token(last_BH1G - self.sum_BHTG, sight.last_BT)
-        self.whole_BHG1 = self._by_token(last_BH1G, sight.through_B1).mT
+class DeltaDecay(ChunkDecay):
+    """Decays of a chunk, to which subclasses add those between pairs of tokens."""
 
     def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
         """Return the scores A (2, B, H, T, T), 0 where nothing is seen."""
@@ -84,11 +71,8 @@ class ChunkDecay:
         grad_g_BHTG = sees_B1TT.mT @ gain_BHTG + sees_B1TT.tril(-1) @ loss_BHTG
         return grad_g_BHTG + through_BH1G
 
-    def _by_token(self, exponent_BHTG: Tensor, seen_BT: Tensor | None) -> Tensor:
-        return decays(exponent_BHTG, None if seen_BT is None else seen_BT[:, None, :, None], self.dtype)
 
-
-class HeadDecay(ChunkDecay):
+class HeadDecay(DeltaDecay):
     """One decay for all key channels of a head."""
 
     def __init__(self, g_BHT1: Tensor, sight: Sight, dtype: torch.dtype) -> None:
@@ -106,27 +90,17 @@ class HeadDecay(ChunkDecay):
         return PairGradients(grad_2BHTT @ k_BHTN, grad_k_BHTN, gain_BHT.unsqueeze(-1))
 
 
-class DecayBlock(NamedTuple):
-    """A block's tokens, the tokens before it, and the decays between them; 0 where nothing is seen."""
-
-    tokens: slice
-    past: slice
-    from_first_BHSN: Tensor  # exp(S_i - S_f) for its tokens i
-    to_first_BHKN: Tensor  # exp(S_f - S_j) for the tokens j before it
-    inside_BHSSN: Tensor  # exp(S_i - S_j) for its own pairs
-
-
-class ChannelDecay(ChunkDecay):
+class ChannelDecay(DeltaDecay):
     """A decay for each key channel."""
 
     def __init__(self, g_BHTN: Tensor, sight: Sight, dtype: torch.dtype) -> None:
         super().__init__(g_BHTN, sight, dtype)
-        self.blocks = list(self._blocks())
+        self.kept_blocks = list(self.blocks())  # for backward too
 
     def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
         length = k_BHTN.shape[2]
         scores_2BHTT = read_2BHTN.new_zeros(*read_2BHTN.shape[:3], length, length)
-        for block in self.blocks:
+        for block in self.kept_blocks:
             read_2BHSN, k_BHKN, k_BHSSN = self._seen_in(block, read_2BHTN, k_BHTN)
             scores_2BHTT[..., block.tokens, block.past] = (read_2BHSN * block.from_first_BHSN) @ k_BHKN.mT
             scores_2BHTT[..., block.tokens, block.tokens] = (k_BHSSN @ read_2BHSN.unsqueeze(-1)).squeeze(-1)
@@ -135,7 +109,7 @@ class ChannelDecay(ChunkDecay):
     def backward(self, grad_2BHTT: Tensor, read_2BHTN: Tensor, k_BHTN: Tensor, scores_2BHTT: Tensor) -> PairGradients:
         grad_read_2BHTN = torch.empty_like(read_2BHTN)
         grad_k_BHTN = torch.zeros_like(k_BHTN)
-        for block in self.blocks:
+        for block in self.kept_blocks:
             tokens = block.tokens
             past = block.past
             from_first_BHSN = block.from_first_BHSN
@@ -150,31 +124,6 @@ class ChannelDecay(ChunkDecay):
             grad_k_BHTN[:, :, tokens] += (of_pairs_2BHSSN.sum(0) * block.inside_BHSSN).sum(2)
         gain_BHTN = (read_2BHTN.double() * grad_read_2BHTN).sum(0) - k_BHTN.double() * grad_k_BHTN
         return PairGradients(grad_read_2BHTN, grad_k_BHTN, gain_BHTN)
-
-    def _blocks(self) -> Iterator[DecayBlock]:
-        """Yield the chunk's blocks of tokens, from the first to the last."""
-        length = self.sum_BHTG.shape[2]
-        sees_B1TT = self.sees_B1TT
-        sum_BHTN = self.sum_BHTG
-        for start in range(0, length, SUB):
-            tokens = slice(start, min(start + SUB, length))
-            past = slice(start)
-            first = slice(start, start + 1)
-            sum_BHSN = sum_BHTN[:, :, tokens]
-            first_BH1N = sum_BHTN[:, :, first]
-            # Sums of different documents can't be compared. A token of another document than the block's first token
-            # sees nothing before the block.
-            yield DecayBlock(
-                tokens,
-                past,
-                decays(sum_BHSN - first_BH1N, sees_B1TT[:, :, tokens, first], self.dtype),
-                decays(first_BH1N - sum_BHTN[:, :, past], sees_B1TT[:, :, first, past].mT, self.dtype),
-                decays(
-                    sum_BHSN.unsqueeze(3) - sum_BHSN.unsqueeze(2),
-                    sees_B1TT[:, :, tokens, tokens].unsqueeze(-1),
-                    self.dtype,
-                ),
-            )
 
     def _seen_in(self, block: DecayBlock, read_2BHTN: Tensor, k_BHTN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return a block's readers and two tensors of decayed keys.

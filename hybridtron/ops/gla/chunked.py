@@ -30,7 +30,6 @@ Legend: as in `reference`; T tokens of one chunk, S of one block, K tokens befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,12 +38,12 @@ from torch import Tensor
 from hybridtron.ops.chunks import ScanOfChunks, chunks_of
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
+from hybridtron.ops.gla.decay import ChunkDecay, DecayBlock
 from hybridtron.ops.gla.reference import GLAInputs, gla_scan, initial_state
 from hybridtron.ops.precision import wide_type
-from hybridtron.ops.ssd.decay import Sight, decays
+from hybridtron.ops.ssd.decay import Sight
 
 CHUNK = 64  # tokens that see each other through a matrix; forward saves one state per chunk for backward
-SUB = 16  # tokens of a block, whose pairs have exponents of their own
 
 
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
@@ -86,16 +85,6 @@ class GLARow(NamedTuple):
         return GLAChunk(q_BHTN, k_BHTN, v_BHTP, self.g_BLHN[:, tokens].transpose(1, 2), sight, starts_BT)
 
 
-class Block(NamedTuple):
-    """A block's tokens, the tokens before it, and the decays between them; 0 where nothing is seen."""
-
-    tokens: slice
-    past: slice
-    from_first_BHSN: Tensor  # exp(S_i - S_r) for its tokens i
-    to_first_BHKN: Tensor  # exp(S_r - S_j) for the tokens j before it
-    inside_BHSSN: Tensor  # exp(S_i - S_j) for its own pairs
-
-
 class GLAChunk:
     """T tokens, with their outputs and gradients given the state before them."""
 
@@ -107,17 +96,12 @@ class GLAChunk:
         self.v_BHTP = v_BHTP
         self.sight = sight
         self.starts_BT = starts_BT
-        self.tokens_B1TT = sight.tokens_BTT.unsqueeze(1)
-        self.sum_BHTN = self.tokens_B1TT.double() @ g_BHTN.double()
-        last_BH1N = self.sum_BHTN[:, :, -1:]
-        self.since_start_BHTN = self._decays_by_token(self.sum_BHTN, sight.first_BT)
-        self.to_end_BHTN = self._decays_by_token(last_BH1N - self.sum_BHTN, sight.last_BT)
-        self.whole_BHN1 = self._decays_by_token(last_BH1N, sight.through_B1).mT
+        self.decay = ChunkDecay(g_BHTN, sight, v_BHTP.dtype)
 
     def forward(self, state_BHNP: Tensor) -> tuple[Tensor, Tensor]:
         """Return y of every token (B, T, H, P), and the state after the last token."""
-        y_BHTP = self._of_first_document((self.q_BHTN * self.since_start_BHTN) @ state_BHNP)
-        for block in self.blocks():
+        y_BHTP = self._of_first_document((self.q_BHTN * self.decay.since_start_BHTG) @ state_BHNP)
+        for block in self.decay.blocks():
             q_BHSN, k_BHKN = self._towards_first(block)
             y_BHSP = y_BHTP[:, :, block.tokens]
             y_BHSP += (q_BHSN @ k_BHKN.mT) @ self.v_BHTP[:, :, block.past]
@@ -126,50 +110,28 @@ class GLAChunk:
 
     def next_state(self, state_BHNP: Tensor) -> Tensor:
         """Return the state after the last token."""
-        return self._passed_through(self.whole_BHN1 * state_BHNP) + (self.k_BHTN * self.to_end_BHTN).mT @ self.v_BHTP
+        decayed_BHNP = self._passed_through(self.decay.whole_BHG1 * state_BHNP)
+        return decayed_BHNP + (self.k_BHTN * self.decay.to_end_BHTG).mT @ self.v_BHTP
 
     def backward(
         self, state_BHNP: Tensor, grad_y_BTHP: Tensor, grad_state_BHNP: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """Return the gradients for (v, q, k, g), for no parameters, and for the chunk's initial state."""
         grad_y_BHTP = grad_y_BTHP.transpose(1, 2)
-        grad_q_BHTN = self._of_first_document(self.since_start_BHTN * (grad_y_BHTP @ state_BHNP.mT))
-        grad_k_BHTN = self.to_end_BHTN * (self.v_BHTP @ grad_state_BHNP.mT)
-        grad_v_BHTP = (self.k_BHTN * self.to_end_BHTN) @ grad_state_BHNP
-        for block in self.blocks():
+        grad_q_BHTN = self._of_first_document(self.decay.since_start_BHTG * (grad_y_BHTP @ state_BHNP.mT))
+        grad_k_BHTN = self.decay.to_end_BHTG * (self.v_BHTP @ grad_state_BHNP.mT)
+        grad_v_BHTP = (self.k_BHTN * self.decay.to_end_BHTG) @ grad_state_BHNP
+        for block in self.decay.blocks():
             self._backward_of(block, grad_y_BHTP, grad_q_BHTN, grad_k_BHTN, grad_v_BHTP)
-        grad_before_BHNP = self._passed_through(self.whole_BHN1 * grad_state_BHNP)
-        grad_before_BHNP += (self.q_BHTN * self.since_start_BHTN).mT @ grad_y_BHTP
+        grad_before_BHNP = self._passed_through(self.decay.whole_BHG1 * grad_state_BHNP)
+        grad_before_BHNP += (self.q_BHTN * self.decay.since_start_BHTG).mT @ grad_y_BHTP
         to_state_BHN = (self.next_state(state_BHNP) * grad_state_BHNP).sum(-1, dtype=torch.float64)
         grad_g_BHTN = self._grad_g(self.q_BHTN * grad_q_BHTN, self.k_BHTN * grad_k_BHTN, to_state_BHN)
         grads = grad_v_BHTP, grad_q_BHTN, grad_k_BHTN, grad_g_BHTN
         return tuple(grad.transpose(1, 2) for grad in grads), (), grad_before_BHNP
 
-    def blocks(self) -> Iterator[Block]:
-        """Yield the chunk's blocks of tokens, from the first to the last."""
-        length = self.sum_BHTN.shape[2]
-        sees_B1TT = self.tokens_B1TT
-        sum_BHTN = self.sum_BHTN
-        for start in range(0, length, SUB):
-            tokens = slice(start, min(start + SUB, length))
-            past = slice(start)
-            first = slice(start, start + 1)
-            sum_BHSN = sum_BHTN[:, :, tokens]
-            first_BH1N = sum_BHTN[:, :, first]
-            # Sums of different documents can't be compared. A token of another document than the block's first token
-            # sees nothing before the block.
-            yield Block(
-                tokens,
-                past,
-                self._decays(sum_BHSN - first_BH1N, sees_B1TT[:, :, tokens, first]),
-                self._decays(first_BH1N - sum_BHTN[:, :, past], sees_B1TT[:, :, first, past].mT),
-                self._decays(
-                    sum_BHSN.unsqueeze(3) - sum_BHSN.unsqueeze(2), sees_B1TT[:, :, tokens, tokens].unsqueeze(-1)
-                ),
-            )
-
     def _backward_of(
-        self, block: Block, grad_y_BHTP: Tensor, grad_q_BHTN: Tensor, grad_k_BHTN: Tensor, grad_v_BHTP: Tensor
+        self, block: DecayBlock, grad_y_BHTP: Tensor, grad_q_BHTN: Tensor, grad_k_BHTN: Tensor, grad_v_BHTP: Tensor
     ) -> None:
         """Accumulate the gradients that flow from a block's outputs, to its own tokens and to those before it."""
         tokens = block.tokens
@@ -188,7 +150,7 @@ class GLAChunk:
 
     def _grad_g(self, of_queries_BHTN: Tensor, of_keys_BHTN: Tensor, to_state_BHN: Tensor) -> Tensor:
         """Return the gradient of g, given q dq, k dk and h_out dh."""
-        later_B1TT = self.tokens_B1TT.mT.double()
+        later_B1TT = self.decay.sees_B1TT.mT.double()
         grad_g_BHTN = later_B1TT @ (of_queries_BHTN.double() - of_keys_BHTN.double())
         to_state_BH1N = to_state_BHN.unsqueeze(2)
         if self.sight.last_BT is None or self.starts_BT is None:
@@ -196,23 +158,17 @@ class GLAChunk:
         grad_g_BHTN += to_state_BH1N.masked_fill(~_every_token(self.sight.last_BT), 0)
         return grad_g_BHTN.masked_fill_(_every_token(self.starts_BT), 0)  # exactly 0: it decays nothing
 
-    def _towards_first(self, block: Block) -> tuple[Tensor, Tensor]:
+    def _towards_first(self, block: DecayBlock) -> tuple[Tensor, Tensor]:
         """Return a block's queries and the keys before it, both decayed so that their products are the scores."""
         q_BHSN = self.q_BHTN[:, :, block.tokens]
         k_BHKN = self.k_BHTN[:, :, block.past]
         return q_BHSN * block.from_first_BHSN, k_BHKN * block.to_first_BHKN
 
-    def _scores_inside(self, block: Block) -> Tensor:
+    def _scores_inside(self, block: DecayBlock) -> Tensor:
         """Return A_ij for a block's own pairs (B, H, S, S)."""
         q_BHS1N = self.q_BHTN[:, :, block.tokens].unsqueeze(3)
         k_BHSN1 = self.k_BHTN[:, :, block.tokens].unsqueeze(-1)
         return ((q_BHS1N * block.inside_BHSSN).transpose(2, 3) @ k_BHSN1).squeeze(-1).mT
-
-    def _decays(self, exponent: Tensor, seen: Tensor | None) -> Tensor:
-        return decays(exponent, seen, self.v_BHTP.dtype)
-
-    def _decays_by_token(self, exponent_BHTN: Tensor, seen_BT: Tensor | None) -> Tensor:
-        return self._decays(exponent_BHTN, None if seen_BT is None else _every_token(seen_BT))
 
     def _of_first_document(self, x_BHTP: Tensor) -> Tensor:
         """Set x to 0 for tokens outside the chunk's first document, which alone sees the state before the chunk.

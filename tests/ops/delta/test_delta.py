@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from hybridtron.ops.delta import DeltaInputs, chunked, decay, delta_scan
-from hybridtron.ops.gla import GLAInputs, gla_scan
+from hybridtron.ops.delta import DeltaInputs, chunked, delta_scan
+from hybridtron.ops.gla import GLAInputs, decay, gla_scan
 from tests.ops.recurrences import TWO_DOCUMENTS, changed, computed, delta_inputs, exact, run
 
 FORMS = ["reference", "chunked", "native"]

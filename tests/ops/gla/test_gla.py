@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hybridtron.ops.gla import GLAInputs, chunked, gla_scan
+from hybridtron.ops.gla import GLAInputs, chunked, decay, gla_scan
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from tests.ops.recurrences import TWO_DOCUMENTS, computed, exact, gla_inputs, run
 
@@ -22,7 +22,7 @@ FORMS = pytest.mark.parametrize("form", ["reference", "chunked", "native"])
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 5 tokens in blocks of 2, so that 11 tokens have ragged ones of both."""
     monkeypatch.setattr(chunked, "CHUNK", 5)
-    monkeypatch.setattr(chunked, "SUB", 2)
+    monkeypatch.setattr(decay, "SUB", 2)
 
 
 @FORMS

@@ -41,8 +41,6 @@ class Row(Protocol):
 
     PARAMETERS: int  # how many of the fields are parameters
 
-    def chunks(self) -> list[slice]: ...
-
     def chunk(self, tokens: slice) -> Chunk: ...
 
 
@@ -52,17 +50,21 @@ def chunks_of(tokens_BL: Tensor, size: int) -> list[slice]:
 
 
 class ScanOfChunks(torch.autograd.Function):
-    """Autograd function that scans a row and saves only its inputs and the state before each chunk."""
+    """Autograd function that scans a row, `size` tokens at a time.
+
+    It saves only the inputs and the state before each chunk.
+    """
 
     @staticmethod
-    def forward(ctx: Any, row_type: Any, state: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, row_type: Any, size: int, state: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
         row: Row = row_type(*fields)
         y_BL = torch.empty_like(fields[0], memory_format=torch.contiguous_format)
         states_before = []
-        for tokens in row.chunks():
+        for tokens in chunks_of(fields[0], size):
             states_before.append(state)
             y_BL[:, tokens], state = row.chunk(tokens).forward(state)
         ctx.row_type = row_type
+        ctx.size = size
         ctx.save_for_backward(*fields, torch.stack(states_before))
         return y_BL, state
 
@@ -73,7 +75,7 @@ class ScanOfChunks(torch.autograd.Function):
         row: Row = ctx.row_type(*fields)
         token_grads = [None if t is None else torch.empty_like(t) for t in fields[: -1 - ctx.row_type.PARAMETERS]]
         totals: list[Tensor] = []
-        for tokens, state in reversed(list(zip(row.chunks(), states_before, strict=True))):
+        for tokens, state in reversed(list(zip(chunks_of(fields[0], ctx.size), states_before, strict=True))):
             grad_y_BT = grad_y_BL[:, tokens].to(states_before.dtype)
             of_tokens, of_parameters, grad_state = row.chunk(tokens).backward(state, grad_y_BT, grad_state)
             for grad_BL, grad_BT in zip(token_grads, of_tokens, strict=True):
@@ -86,4 +88,4 @@ class ScanOfChunks(torch.autograd.Function):
         parameters = fields[len(token_grads) : -1]
         remaining_totals = iter(totals)
         parameter_grads = (None if p is None else next(remaining_totals).to(p.dtype) for p in parameters)
-        return None, grad_state, *token_grads, *parameter_grads, None
+        return None, None, grad_state, *token_grads, *parameter_grads, None

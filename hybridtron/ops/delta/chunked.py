@@ -51,7 +51,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks, chunks_of
+from hybridtron.ops.chunks import ScanOfChunks
 from hybridtron.ops.delta.decay import ChannelDecay, DeltaDecay, HeadDecay
 from hybridtron.ops.delta.reference import DeltaInputs, delta_scan, initial_state
 from hybridtron.ops.dispatch import Implementation, untraced
@@ -70,7 +70,7 @@ def chunked(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, _, documents_BL = inputs
     row = DeltaRow(v_BLHP, q_BLHN, k_BLHN, beta_BLH, g_BLHG, document_starts(documents_BL))
     with torch.autocast(v_BLHP.device.type, enabled=False):  # the products stay in fp32
-        return ScanOfChunks.apply(DeltaRow, initial_state(inputs), *row)
+        return ScanOfChunks.apply(DeltaRow, CHUNK, initial_state(inputs), *row)
 
 
 CHUNKED = Implementation("chunked", chunked)
@@ -87,9 +87,6 @@ class DeltaRow(NamedTuple):
     starts_BL: Tensor | None
 
     PARAMETERS = 0
-
-    def chunks(self) -> list[slice]:
-        return chunks_of(self.v_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> DeltaChunk:
         """Return a chunk of tokens, converted to the dtype to compute in."""

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks, chunks_of
+from hybridtron.ops.chunks import ScanOfChunks
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla.decay import ChunkDecay, DecayBlock
@@ -53,7 +53,7 @@ def chunked(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
         return gla_scan(inputs)
     row = GLARow(inputs.v_BLHP, *inputs[:2], inputs.g_BLHN, document_starts(inputs.documents_BL))
     with torch.autocast(inputs.v_BLHP.device.type, enabled=False):  # the products stay in fp32
-        return ScanOfChunks.apply(GLARow, initial_state(inputs), *row)
+        return ScanOfChunks.apply(GLARow, CHUNK, initial_state(inputs), *row)
 
 
 CHUNKED = Implementation("chunked", chunked)
@@ -69,9 +69,6 @@ class GLARow(NamedTuple):
     starts_BL: Tensor | None
 
     PARAMETERS = 0
-
-    def chunks(self) -> list[slice]:
-        return chunks_of(self.v_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> GLAChunk:
         """Return a chunk of tokens, converted to the dtype to compute in."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hybridtron.ops.attention.reference import AttentionInputs, joined, seen_keys
 from hybridtron.ops.dispatch import Implementation, untraced
-from hybridtron.ops.native.attention import AttentionPlan, attend, unsupported_types, whole_rows
+from hybridtron.ops.native.attention import AttentionPlan, attend, whole_rows
 from hybridtron.ops.native.library import missing
+from hybridtron.ops.native.tensors import unsupported_types
 
 
 def _unsupported_reason(inputs: AttentionInputs) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.native.library import call, constant, threads
-from hybridtron.ops.native.tensors import KINDS, Tokens, address, like, readable, scalar
+from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar
 from hybridtron.ops.precision import wide_type
 
 WORTH = 2**14  # entries of the queries that repay one more thread
@@ -43,13 +43,6 @@ class AttentionTask(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pieces", "begins", "first", "chosen", "lse")),
         ("scale", ctypes.c_double),
     )
-
-
-def unsupported_types(*tensors: Tensor) -> str | None:
-    """Return why the compiled form can't take tensors of these types, or None if it can."""
-    if all(tensor.dtype in KINDS for tensor in tensors):
-        return None
-    return "takes fp32, float64 and bf16"
 
 
 def attend(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, plan: AttentionPlan) -> Tensor:

@@ -34,6 +34,13 @@ class Tokens(ctypes.Structure):
         return Tokens(tensor.data_ptr(), KINDS[tensor.dtype], tensor.stride(0), tensor.stride(1))
 
 
+def unsupported_types(*tensors: Tensor) -> str | None:
+    """Return why compiled functions can't take tensors of these types, or None if it can."""
+    if all(tensor.dtype in KINDS for tensor in tensors):
+        return None
+    return "takes fp32, float64 and bf16"
+
+
 def readable(tensor: Tensor) -> Tensor:
     """Return the tensor in a form that `Tokens` can describe: a known type, and dense axes after rows and tokens.
 

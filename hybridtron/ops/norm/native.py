@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation, left_to_torch_compile, untraced
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
-from hybridtron.ops.native.tensors import KINDS, Tokens, address, as_rows, first_part, like, scalar
+from hybridtron.ops.native.tensors import Tokens, address, as_rows, first_part, like, scalar, unsupported_types
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 from hybridtron.ops.precision import narrower, wide_type
 
@@ -31,9 +31,7 @@ class NormTask(ctypes.Structure):
 
 def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    if any(tensor.dtype not in KINDS for tensor in tensors):
-        return "takes fp32, float64 and bf16"
-    if (reason := left_to_torch_compile()) is not None:
+    if (reason := left_to_torch_compile() or unsupported_types(*tensors)) is not None:
         return reason
     if isinstance(inputs, AddRMSNormInputs):
         x = inputs.x

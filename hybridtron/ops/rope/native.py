@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation, left_to_torch_compile, untraced
 from hybridtron.ops.native.library import call, missing, threads
-from hybridtron.ops.native.tensors import KINDS, Tokens, like, readable, scalar
+from hybridtron.ops.native.tensors import Tokens, like, readable, scalar, unsupported_types
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.rope.reference import RopeInputs
 
@@ -31,11 +31,7 @@ class RopeTask(ctypes.Structure):
 
 
 def _unsupported_reason(inputs: RopeInputs) -> str | None:
-    if (reason := left_to_torch_compile()) is not None:
-        return reason
-    if inputs.x_BLHK.dtype in KINDS:
-        return None
-    return "takes fp32, float64 and bf16"
+    return left_to_torch_compile() or unsupported_types(inputs.x_BLHK)
 
 
 @untraced  # torch.compile can't trace a call of compiled code

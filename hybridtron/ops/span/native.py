@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import Implementation, untraced
-from hybridtron.ops.native.attention import AttentionPlan, attend, most_queries, unsupported_types
+from hybridtron.ops.native.attention import AttentionPlan, attend, most_queries
 from hybridtron.ops.native.library import missing
+from hybridtron.ops.native.tensors import unsupported_types
 from hybridtron.ops.span.reference import SpanInputs, chunk_spans
 
 

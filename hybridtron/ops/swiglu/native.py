@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation, left_to_torch_compile, untraced
 from hybridtron.ops.native.library import call, missing, threads
-from hybridtron.ops.native.tensors import KINDS, Tokens, as_rows, like, scalar
+from hybridtron.ops.native.tensors import Tokens, as_rows, like, scalar, unsupported_types
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.swiglu.reference import SwiGLUInputs
 
@@ -29,11 +29,7 @@ class SwiGLUTask(ctypes.Structure):
 
 
 def _unsupported_reason(inputs: SwiGLUInputs) -> str | None:
-    if (reason := left_to_torch_compile()) is not None:
-        return reason
-    if inputs.gate_up.dtype in KINDS:
-        return None
-    return "takes fp32, float64 or bf16"
+    return left_to_torch_compile() or unsupported_types(inputs.gate_up)
 
 
 @untraced  # torch.compile can't trace a call of compiled code

@@ -5,6 +5,8 @@ folder: with the special tokens that the tokenizer adds, and an end-of-text toke
 than `max_length` lose their beginning; this is counted and reported. By default `max_length` is the length that an
 export would state. Chats are formatted by the template that the model was trained with. All ranks get all requests, and
 model replicas take batches in turn. Every result is recorded, so that a killed evaluation can continue.
+
+Legend: B rows, T tokens, L = T - 1 labels, C labels of a chunk.
 """
 
 from __future__ import annotations
@@ -22,23 +24,27 @@ from typing import Any
 
 import lm_eval
 import numpy as np
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 
 from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.device import compute_device
 from hybridtron.evaluate.answers import everyone
-from hybridtron.evaluate.harness_scores import scored_rows
 from hybridtron.evaluate.harness_tasks import OWN_TASKS, HarnessTask
+from hybridtron.evaluate.length import fitting_chunk, label_losses, of_labels
 from hybridtron.evaluate.records import Records
 from hybridtron.evaluate.served import Served
 from hybridtron.model.generate import Prompts, continued
+from hybridtron.model.lm import LanguageModel
 from hybridtron.model.sampling import GREEDY, Sampling
 from hybridtron.model.text import TextOfRow, write
+from hybridtron.parallel.loss import likeliest
 from hybridtron.problems import Unusable, did_you_mean
 
 VERSION = lm_eval.__version__
@@ -46,6 +52,8 @@ SEEDS = (0, 1234)  # the harness's defaults: for Python, and for numpy and the e
 RESAMPLED = 1000  # bootstrap samples, for standard errors of metrics that are not means
 Moved = Callable[[int, int], object]
 Loaded = dict[str, Any]
+Scored = tuple[Sequence[int], int]  # tokens, and the number of last tokens to score
+Score = tuple[float, bool]  # sum of log q, and True if every scored token is the likeliest
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         return self._scored([(context + continuation, len(continuation)) for _, context, continuation in requests])
 
-    def _scored(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+    def _scored(self, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
         """Return, for each row, its last tokens' log-likelihood, and True if all are the likeliest."""
         requests = [Request(self._kept(tokens, self.max_length + 1), scored) for tokens, scored in rows]
         return [(value, bool(greedy)) for value, greedy in self._results(requests)]
@@ -211,6 +219,28 @@ class HarnessModel(TemplateLM):
         prompts = Prompts.of([request.tokens for request in requests], compute_device())
         write(texts, continued(self.model.read, prompts, requests[0].sampling, rows), lambda row, new: None)
         return [text.text for text in texts]
+
+
+@torch.no_grad()
+def scored_rows(model: Served, rows: Sequence[Scored]) -> list[Score]:
+    """Score each row's last tokens. Every row must have at least one token before them."""
+    longest = max(len(tokens) for tokens, _ in rows)
+    # padding on the right does not change the predictions before it
+    tokens_BT = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in rows])
+    chunk = fitting_chunk(model.config.model, len(tokens_BT), model.read.context.size)
+    losses_LB, likeliest_LB = of_labels(model.read, tokens_BT, chunk, _loss_and_likeliest, (2,)).unbind(-1)
+    ends = [(row, len(tokens) - 1, scored) for row, (tokens, scored) in enumerate(rows)]
+    return [
+        (-losses_LB[end - scored : end, row].sum().item(), bool(likeliest_LB[end - scored : end, row].all()))
+        for row, end, scored in ends
+    ]
+
+
+def _loss_and_likeliest(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
+    """Return -log q, and 1 where the label is the likeliest token: (C, B, 2)."""
+    losses_CB = label_losses(labels_CB, stage, x_CBD)
+    is_likeliest_CB = likeliest(x_CBD, stage.output_weight(), stage.slice.tensor) == labels_CB
+    return torch.stack((losses_CB, is_likeliest_CB.to(losses_CB.dtype)), dim=-1)
 
 
 def _keys(requests: Sequence[Request]) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Small programs on a GPU that is not there: every number is one that was counted by hand.
+"""Small programs on a simulated GPU: every number is one that was counted by hand.
 
-They run in one process of their own, which can compute on nothing real afterwards.
+They run in a process of their own, because it cannot compute on a real device afterwards.
 """
 
 from __future__ import annotations

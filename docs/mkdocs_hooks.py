@@ -10,11 +10,12 @@ import os
 import re
 import shutil
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 DOCS = "docs/"
@@ -69,6 +70,8 @@ def on_startup(**_: Any) -> None:
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     """Add the home page, and every page and picture that links lead to, from wherever they are."""
+    from mkdocs.structure.files import File  # the links' tests need no mkdocs
+
     waiting = [HOME, *(f"{DOCS}{file.src_uri}" for file in files if file.src_uri.endswith(".md"))]
     seen = set(waiting)
     while waiting:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 import hybridtron
 from tests.docs.conftest import ROOT
 
@@ -22,6 +24,13 @@ def test_unreleased_changes_come_first_and_then_the_current_version() -> None:
     headings = list(releases())
     assert headings[0] == "Unreleased"
     assert re.fullmatch(rf"{re.escape(hybridtron.__version__)} - \d{{4}}-\d\d-\d\d", headings[1])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/status.md"])
+def test_pages_name_the_current_version(page: str) -> None:
+    assert re.findall(r"^Version (\d+\.\d+\.\d+)\.", (ROOT / page).read_text(), re.MULTILINE) == [
+        hybridtron.__version__
+    ]
 
 
 def test_every_line_is_short() -> None:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from docs import make_passages
+from docs import make_passages, mkdocs_hooks
 from tests.docs.conftest import ROOT
 
 
@@ -65,3 +66,32 @@ def test_the_api_page_names_objects_that_exist() -> None:
         module, _, member = name.rpartition(".")
         source = ROOT / "hybridtron" / f"{module.replace('.', '/')}.py"
         assert re.search(rf"^(class|def) {member}\b", source.read_text(), re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    ("place", "link", "expected"),
+    [
+        ("index.md", "[a](docs/keys.md#optim)", "[a](keys.md#optim)"),
+        ("index.md", "![a](benchmarks/laptop_loss.png)", "![a](benchmarks/laptop_loss.png)"),
+        ("keys.md", "[a](../README.md)", "[a](index.md)"),
+        ("parallel.md", "[a](../benchmarks/gpu.md#steps)", "[a](benchmarks/gpu.md#steps)"),
+        ("benchmarks/gpu.md", "[a](../docs/rehearse.md)", "[a](../rehearse.md)"),
+        (
+            "keys.md",
+            "[`a`](../hybridtron/train/trainer.py)",
+            "[`a`](https://x.org/blob/HEAD/hybridtron/train/trainer.py)",
+        ),
+        ("keys.md", "[a](../configs)", "[a](https://x.org/tree/HEAD/configs)"),
+        ("keys.md", "[a](https://y.org/b.md) [c](#d)", "[a](https://y.org/b.md) [c](#d)"),
+        ("keys.md", "```\n[a](../README.md)\n```\n", "```\n[a](../README.md)\n```\n"),
+    ],
+)
+def test_links_lead_to_the_site_or_to_the_repository(place: str, link: str, expected: str) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=place))
+    assert mkdocs_hooks.on_page_markdown(link, page, SimpleNamespace(repo_url="https://x.org/")) == expected
+
+
+def test_a_link_to_code_is_its_text_while_the_address_is_unknown() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="keys.md"))
+    code = "see [`trainer.py`](../hybridtron/train/trainer.py)."
+    assert mkdocs_hooks.on_page_markdown(code, page, SimpleNamespace(repo_url="")) == "see `trainer.py`."

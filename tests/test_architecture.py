@@ -124,7 +124,7 @@ class SourceFile:
 
     @property
     def executed_imports(self) -> list[str]:
-        """Without those that only type checkers read."""
+        """Imports except those that only type checkers read."""
         unread = [n for n in self.nodes if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
         skipped = {id(inside) for block in unread for inside in ast.walk(block)}
         return _imports([node for node in self.nodes if id(node) not in skipped])
@@ -338,7 +338,7 @@ def test_a_function_names_its_arguments() -> None:
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    """So that a search finds one thing."""
+    """A search for a class then finds one thing."""
     files: dict[str, set[str]] = {}
     for source in SOURCES:
         for node in source.nodes:

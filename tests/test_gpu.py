@@ -52,7 +52,7 @@ def test_a_run_learns(train_small: Train, tmp_path: Path, precision: str) -> Non
 
 
 def test_products_add_gradients_to_the_sums() -> None:
-    """In fp32, of bf16 weights: nearer to the exact sum than gradients that are rounded first."""
+    """Sums in fp32 over bf16 weights are nearer to the exact sum than gradients rounded first."""
     if not SUMS_WIDER:
         pytest.skip("this torch rounds products first")
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_emulated_fp8_equals_transformer_engine(recipe: Precision) -> None:
 
 
 def test_delayed_scaling_keeps_the_greatest_values_of_all_micro_batches() -> None:
-    """They pass the same projection within one region; the second one's values are the smaller ones."""
+    """Micro-batches pass the same projection in one region; the second one's values are smaller."""
     if (fault := transformer_engine.fp8_fault(Precision.fp8_delayed)) is not None:
         pytest.skip(fault)
     torch.manual_seed(0)

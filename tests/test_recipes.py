@@ -1,4 +1,4 @@
-"""Every recipe gives a model that builds and a run that takes a step."""
+"""Every recipe builds a model, and a run of it takes a step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_builds_on_the_meta_device_with_the_counted_parameters(config: Config) -
 
 
 def test_takes_a_step_with_its_widths_shrunk(config: Config, alone: Groups) -> None:
-    """And with one layer of each kind."""
+    """The model has only one layer of each kind."""
     model = shrunk(one_of_each(config.model))
     small = dataclasses.replace(config, model=model, precision=PrecisionConfig(Precision.fp32))
     phase = resolve(small)[0]

@@ -160,7 +160,7 @@ def test_two_tensor_parallel_ranks_have_the_gradients_of_one_process(workplace: 
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
 def test_two_tensor_parallel_ranks_train_as_one_process(workplace: Workplace) -> None:
-    """With states that are passed on."""
+    """The run passes states on from row to row."""
     workplace.execute(*commands_of(*PARALLEL))
     losses_of_one = workplace.losses("ema_passing")
     two = workplace.losses("ema_tp2")

@@ -62,7 +62,7 @@ def damaged(path: Path, draw: random.Random) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_thousand_faults_are_found(alone: Groups, write: Write, tmp_path: Path) -> None:
-    """In data, manifest and configuration: found by reading, without the tool, before a weight is used."""
+    """Faults in data, manifest and configuration are found by reading, without the tool, before a weight is used."""
     engine = passing(alone)
     older = write(engine, 1)
     expected = all_tensors(engine)
@@ -225,7 +225,7 @@ def test_a_manifest_without_end_is_not_read(alone: Groups, write: Write) -> None
 def test_a_renamed_checkpoint_is_moved_out_of_the_way(
     alone: Groups, write: Write, tmp_path: Path, swapped: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under another step's name it would be resumed from at each start, for ever."""
+    """Under another step's name a run would resume from it at each start, forever."""
     engine = trained(alone)
     first, second, third = (write(engine, step, settings=CheckpointConfig(keep=3)) for step in (1, 2, 3))
     if swapped:

@@ -99,7 +99,7 @@ def test_what_was_not_tried_is_pointed_at(name: str, version: str, monkeypatch: 
 
 
 def test_without_streaming_training_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is missing in an extra, with the command that installs it."""
+    """The report lists the package as missing from an extra, with the command that installs it."""
     monkeypatch.setattr(doctor, "installed", lambda name: None if name == "mosaicml-streaming" else "1")
     monkeypatch.setattr(doctor, "probe", lambda module: doctor.Probe(True, "1"))
     sections = dict(doctor.package_sections())

@@ -95,7 +95,7 @@ def test_several_messages_are_answered_one_after_another(talker: Path, capsys) -
 
 
 def test_an_answer_ends_where_the_template_ends_a_turn(talker: Path, tmp_path: Path) -> None:
-    """With its special token, which may be another than the end of a text, or with words."""
+    """A turn ends with the template's special token, which may differ from the end of a text, or with words."""
     chat = Chat.of(next((talker / "checkpoints").glob("step-*")))
     assert chat.ends([user("3?")]) == ([chat.tokenizer.token_to_id("<|endoftext|>")], [])
     turns = "{% for m in messages %}" + BOS + "{{ m.role }} {{ m.content }}" + BOS + "\n{% endfor %}"

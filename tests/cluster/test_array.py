@@ -24,7 +24,7 @@ GRID = {"run.seed": [0, 1]}
 
 @pytest.fixture
 def sweep(counting_folder: Path, tmp_path: Path) -> Path:
-    """Two seeds of a tiny run, and of one that starts from its weights."""
+    """Write a sweep: two seeds of a tiny run, and of a run that starts from its weights."""
     small = [text for text in small_run_arguments(counting_folder, tmp_path) if not text.startswith("run.dir=")]
     variants = {"base": [], "longer": {"from": "base", "settings": ["optim.clip=2.0"]}, "other": []}
     path = tmp_path / "pair.yaml"
@@ -115,7 +115,7 @@ def test_an_element_trains_its_run_and_is_requeued_once_it_has_saved(
 
 
 def test_a_command_is_queued_behind_the_runs(programs: Path, sweep: Path) -> None:
-    """In the folder that it was asked for from, with the package as it was."""
+    """The command runs in the folder where it was requested, with the package as it was then."""
     command = f"echo \"$PYTHONPATH\" 'a b' >{sweep.parent}/said"
     assert queue(sweep, "--then", command) == 0
     script = sweep.parent / "pair/slurm/pair-then.sh"
@@ -142,7 +142,7 @@ def test_what_a_variant_starts_from_belongs_to_it(sweep: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sweep_ends_on_a_real_slurm(cluster: Cluster, sweep: Path) -> None:
-    """Two arrays, the second of which waits for the first; and then there is nothing left to queue."""
+    """Run two arrays, where the second waits for the first; afterwards nothing is left to queue."""
     out = sweep.parent / "pair"
     words = [
         sys.executable,

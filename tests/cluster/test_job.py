@@ -73,7 +73,7 @@ def test_the_script_is_the_golden_one(tmp_path: Path) -> None:
 
 
 def test_a_job_for_any_of_several_numbers_of_nodes_takes_whole_nodes() -> None:
-    """With a number of tasks SLURM would give the least number of nodes."""
+    """Given a number of tasks, SLURM would allocate the smallest number of nodes."""
     elastic, fixed = (set(directives(JOBS[name]).values()) for name in ("h100_roce", "h100_infiniband"))
     assert {"--nodes=1-4", "--exclusive"} <= elastic
     assert {"--nodes=4", "--ntasks-per-node=8"} <= fixed

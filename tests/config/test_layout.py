@@ -54,7 +54,7 @@ def test_cuts_by_hand(costs, chunks, sizes):
 
 
 def test_no_cut_is_better():
-    """Against every cut there is: the smallest largest chunk, and of those the smallest sum of squares."""
+    """Compare with every possible cut: the smallest maximum, and among those the smallest sum of squares."""
     draw = random.Random(7)
     for _ in range(400):
         costs = [draw.choice([0, 1, 1, 2, 3, 5, 50]) for _ in range(draw.randint(1, 9))]

@@ -172,7 +172,7 @@ def test_a_missing_folder(tmp_path: Path):
 
 
 def test_opening_needs_no_torch():
-    """It is part of the answer to a wrong command line, which comes within a second."""
+    """Opening a folder is part of the answer to a wrong command line, which comes within a second."""
     code = "import sys, hybridtron.data.problems; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -206,7 +206,7 @@ def test_a_shard_that_can_not_be_is_refused(toy: TokenFolder, change: dict):
 
 
 def test_a_manifest_knows_its_own_digest(toy: TokenFolder):
-    """It detects a change that nothing else would contradict; folders of earlier versions have none."""
+    """The digest detects a change that nothing else would contradict; folders of earlier versions have none."""
     for key, value in (("vocab_size", 998), ("eos", 5), ("origin", {})):
         before = (toy.path / "manifest.json").read_text()
         edit_manifest(toy.path, key, value)

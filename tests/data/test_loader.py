@@ -62,7 +62,7 @@ def same(a: Sequence[Batch], b: Sequence[Batch]) -> bool:
 
 @pytest.mark.parametrize("documents", Documents)
 def test_chunks_of_a_step_apart_and_together(toy: TokenFolder, documents: Documents) -> None:
-    """Through time a group of lanes is one micro-batch; detached it is as many as there are chunks, turn by turn."""
+    """With gradients through time a group of lanes is one micro-batch; detached it is one per chunk, turn by turn."""
     reading = replace(order_of(Order.lanes, documents), chunks=2)
     apart, together = (Loader(sources_of((toy, "text", 1)), replace(reading, together=chunks)) for chunks in (1, 2))
     assert apart.fingerprint == together.fingerprint
@@ -101,7 +101,7 @@ def test_windows_of_isolated_documents(toy: TokenFolder):
 
 @pytest.mark.parametrize("documents", Documents)
 def test_borders_of_documents_move_with_a_batch(toy: TokenFolder, documents: Documents) -> None:
-    """On the device nothing asks for them again; other rows have others."""
+    """Boundaries are moved with a batch and not computed again; a batch of other rows does not take them over."""
     for batch in Loader(sources_of((toy, "text", 1)), order_of(documents=documents)).micro_batches(4):
         seq = batch.seq
         rows = len(batch.tokens_BL)

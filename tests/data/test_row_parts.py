@@ -87,7 +87,7 @@ def read_by(loader: Loader, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_rank_reads_its_part_alone(toy: TokenFolder, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    """And one token more of each row, the label of the last: the first of the next part."""
+    """A rank reads its part and one more token of each row: the last label, which is the next part's first token."""
     sources = sources_of((toy, "text", 1))
     reading = replace(READING, seq_len=64, kind=Order.lanes, chunks=chunks)
     steps = 4

@@ -24,7 +24,7 @@ SITE = yaml.load((ROOT / "mkdocs.yml").read_text(), SiteLoader)
 
 
 def pages(nav: list[object]) -> list[str]:
-    """List the pages of a navigation, of its sections too."""
+    """List a navigation's pages, also those in its sections."""
     found = []
     for entry in nav:
         (target,) = entry.values()

@@ -92,7 +92,7 @@ def test_masked_labels_change_no_bit(alone: Groups) -> None:
 
 
 def test_a_document_of_which_nothing_is_learned_changes_no_bit(alone: Groups) -> None:
-    """It stands between others in packed rows, which do not see it, and has other tokens, so other labels too."""
+    """Exchange a document's tokens, and so its labels, between others in packed rows, which do not see it."""
     batch = random_batch(rows=4, documents=[[10, 6, 8], [3, 13, 8], [8, 8, 8], [1, 20, 3]])
     documents_BL = batch.seq.documents_BL
     config = small_run(small_config("M-S-W-F"))

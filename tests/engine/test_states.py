@@ -50,7 +50,7 @@ def step_of(engine: Engine, number: int, batches: list[Batch], lr: float = 0.0) 
 
 
 def lanes_of(length: int, steps: int) -> Batch:
-    """One long stream of each lane."""
+    """Return one long stream for each lane."""
     return random_batch(rows=LANES, length=length * steps)
 
 

@@ -43,7 +43,7 @@ class AdamWByRule(AdamW):
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """With the line in the registry that the documentation asks for."""
+    """Add the line to the registry that the documentation asks for."""
     sys.path.insert(0, str(EXAMPLE))
     from muon_like import MuonLike  # type: ignore[import-not-found]
 
@@ -145,7 +145,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.gloo
 def test_cut_by_tensor_and_data_ranks_it_moves_weights_as_by_hand(tmp_path: Path) -> None:
-    """Two tensor ranks, the distributed optimizer over two data ranks; then resumed from there on one process."""
+    """Use two tensor ranks and the distributed optimizer over two data ranks; then resume on one process."""
     expected = serial()
     folder = tmp_path / "run"
     (alone,) = run_distributed(weights_after, 1, config_of(ParallelConfig()))

@@ -36,7 +36,7 @@ def of_matrix(q_BLHK: Tensor, k_BSGK: Tensor, visible: Tensor) -> Tensor:
 
 
 def test_a_small_example_by_hand() -> None:
-    """Weights of 1; of 1/4 and 3/4; and in a window of one key of 1 again."""
+    """The weights are 1; then 1/4 and 3/4; and 1 again in a window of one key."""
     q = torch.ones(1, 2, 1, 1, dtype=torch.float64)
     k = torch.tensor([0.0, math.log(3)], dtype=torch.float64).view(1, 2, 1, 1)
     looked = attention_entropy(AttentionInputs(q, k, k), 0)

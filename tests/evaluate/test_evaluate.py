@@ -140,7 +140,7 @@ def test_every_row_says_how_it_was_measured(output: Path) -> None:
 def test_an_evaluation_that_was_killed_continues(
     run: Path, output: Path, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After some lines, and in the middle of the next; nothing is asked again, and the file is the same."""
+    """Kill it after some lines, and in the middle of the next; nothing is asked twice, and the file is the same."""
     whole = (output / "samples.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)
     (tmp_path / "samples.jsonl").write_bytes(b"".join(lines[:kept]) + lines[kept][:20])

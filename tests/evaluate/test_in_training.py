@@ -115,7 +115,7 @@ def test_what_cannot_be_measured_is_said_before_a_step(said: str, data: Path, tm
 def test_every_layout_measures_the_same(
     layout: str, run: Path, data: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the rounding of fp32, which four steps of training amplify little."""
+    """Results agree up to the rounding of fp32, which four steps of training amplify little."""
     given: list[str] = []
     monkeypatch.setattr(train, "main", lambda arguments: given.extend(arguments) or 0)
     trained(tmp_path / "two", data, PATTERN, *settings, *layout.split())

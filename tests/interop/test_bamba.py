@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path) -> None:
-    """Also where it leaves the size of a head to be found, as it may."""
+    """The folder may also leave out the size of a head."""
     torch.manual_seed(5)
     theirs = BambaForCausalLM(BambaConfig(**SIZES)).eval()
     with torch.no_grad():

@@ -48,7 +48,7 @@ def written_by(exported: Path) -> tuple[str, str, list[int]]:
 
 @pytest.mark.parametrize("bos", [BOS, None])
 def test_transformers_writes_what_was_prepared(bos: str | None, tmp_path: Path) -> None:
-    """Also where the template knows of no bos: it is no eos then."""
+    """Without a bos in the template, transformers must not write eos in its place."""
     stored = with_tokens(tmp_path / "tokenizer")
     named = {"eos_token": EOS} | ({"bos_token": bos} if bos else {})
     chat = ChatTemplate(TEMPLATE, tuple(named.items()), frozenset())

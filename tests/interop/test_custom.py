@@ -62,7 +62,7 @@ def test_the_shipped_class_computes_the_same(name: str, stored: Stored, tmp_path
 def test_the_shipped_class_keeps_the_stream_in_fp32_where_the_model_does(
     alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bf16, where it shows: nearer to our own model than to the same folder with a stream in bf16.
+    """Compare in bf16, where it shows: results are nearer to our own model than to the folder with a stream in bf16.
 
     Compiled forms round to bf16 at other places than the shipped ones in torch, so that they would blur it.
     """
@@ -109,7 +109,7 @@ def test_it_runs_where_hybridtron_is_not(stored: Stored, tmp_path: Path) -> None
 
 
 def test_a_model_of_transformers_own_can_be_ours_too(stored: Stored, tmp_path: Path) -> None:
-    """And comes back from there as a checkpoint."""
+    """A model of a native class exports to the custom class, and is imported from there as a checkpoint."""
     output = tmp_path / "out"
     assert export_of(stored("granite"), output, "--target", "custom", "--dtype", "bfloat16") == 0
     assert json.loads((output / "config.json").read_text())["architectures"] == ["HybridtronForCausalLM"]

@@ -33,7 +33,7 @@ COMMON: dict[str, Any] = {
 
 
 def olmo_hybrid() -> PreTrainedModel:
-    """Its keys are as wide as its values: transformers cuts the convolution that it has in memory into equal thirds."""
+    """Return a model with keys as wide as values: transformers cuts its cached convolution into equal thirds."""
     rope = {"rope_theta": None, "rope_type": "default"}  # as published: without positions
     return OlmoHybridForCausalLM(OlmoHybridConfig(**COMMON, rope_parameters=rope))
 

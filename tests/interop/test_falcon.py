@@ -67,7 +67,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here_and_there(varia
 
 @pytest.mark.parametrize("name", ["key_multiplier", "attention_in_multiplier", "ssm_in_multiplier", *MULTIPLIERS])
 def test_every_multiplier_changes_what_is_computed(name: str) -> None:
-    """So that a wrong one would show above."""
+    """A wrong multiplier would therefore show in the tests above."""
     theirs = json.loads(FalconH1Config(**SIZES).to_json_string(use_diff=False))
     plain = FalconH1().model(theirs)
     assert FalconH1().model({**theirs, name: MULTIPLIERS[name]}) != plain

@@ -43,7 +43,7 @@ def granite() -> PreTrainedModel:
 
 
 def hybrid() -> PreTrainedModel:
-    """Its embedding is tied, as that of the published ones."""
+    """Return a hybrid with a tied embedding, like the published ones."""
     return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**COMMON, **HYBRID, tie_word_embeddings=True))
 
 
@@ -102,7 +102,7 @@ def test_with_nothing_multiplied_it_is_llama() -> None:
     [({"pattern": "M-M-"}, "it has no attention"), ({"norm_eps": 1e-3}, "norm_eps=1e-05, not model.norm_eps=0.001")],
 )
 def test_what_is_no_hybrid_of_granites(changed: dict[str, Any], reason: str) -> None:
-    """Without attention transformers' class computes, and can't generate from a cache."""
+    """Without attention transformers' class computes, but cannot generate from a cache."""
     model = replace(model_config("granite-scaled"), **changed)
     assert export_class(model, Export.auto) == SHIPPED
     with pytest.raises(ValueError, match=f"GraniteMoeHybridForCausalLM: .*{reason}"):

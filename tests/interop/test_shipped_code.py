@@ -84,7 +84,7 @@ def test_a_change_of_an_op_is_a_change_of_what_is_shipped(edit: Edit) -> None:
 
 
 def test_a_name_of_two_files_stays_two_things(edit: Edit) -> None:
-    """Also where an argument or a local variable has the same name."""
+    """An argument or a local variable may have the same name too."""
     edit("ops/swiglu/reference.py", "", "\n\ndef twice(x: Tensor) -> Tensor:\n    return x + x\n")
     edit("ops/conv/reference.py", "", "\n\ndef twice(x: Tensor, by: int = 3) -> Tensor:\n    return by * x\n")
     edit(

@@ -33,7 +33,7 @@ GROUPED = GatedDeltaNetSpec(heads=4, key_heads=2, expand_k=0.5, expand_v=1.0, ne
 
 
 def built(spec: DeltaRuleSpec) -> Mixer:
-    """In fp64, its weights large enough that decays, steps and gates differ widely."""
+    """Build a mixer in fp64 with large weights, so that decays, steps and gates differ widely."""
     mixer = build_mixer(spec, SIZES, SINGLE_RANK).double()
     for weight in mixer.parameters():
         torch.nn.init.normal_(weight, std=0.4)
@@ -101,7 +101,7 @@ def test_kda_is_its_equations_head_by_head() -> None:
 
 
 def test_kda_whose_channels_decay_alike_is_gated_deltanet() -> None:
-    """Before their gates; from the same queries, keys, values and state."""
+    """Compare outputs before the gates, from the same queries, keys, values and state."""
     scalar = built(GatedDeltaNetSpec(heads=4, expand_k=1.0, expand_v=1.0))
     wide = built(KDASpec(heads=4))
     up_HR = torch.randn(4, 8, dtype=torch.float64)
@@ -204,7 +204,7 @@ def olmo_hybrid() -> tuple[Mixer, torch.nn.Module, Callable[[Mixer], dict[str, T
 
 
 def qwen3_next() -> tuple[Mixer, torch.nn.Module, Callable[[Mixer], dict[str, Tensor]]]:
-    """Two value heads a key head; rows of all projections stand by key heads there."""
+    """Return transformers' layer with two value heads a key head; its projections' rows are ordered by key heads."""
     config = Qwen3NextConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=4, vocab_size=8, rms_norm_eps=1e-5,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -254,7 +254,7 @@ def shared(ours: Mixer, norm: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("pair", [olmo_hybrid, qwen3_next, kimi_linear])
 def test_transformers_layer_gives_the_same_outputs_and_gradients(pair: Callable) -> None:
-    """Its recurrence is computed in fp32 even here, so fp32's rounding is the limit."""
+    """The recurrence of transformers computes in fp32 even here, so fp32's rounding is the limit."""
     ours, layer, weights_of = pair()
     x = torch.randn(2, LENGTH, SIZES.width, dtype=torch.float64, requires_grad=True)
     loss_weight = torch.randn_like(x)

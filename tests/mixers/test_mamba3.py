@@ -29,7 +29,7 @@ Carried = dict[str, Tensor]
 
 
 def mixer_of(spec: Mamba3Spec, scale: float = 1.0) -> Mamba3:
-    """All weights random, so that no head, channel or angle is like another."""
+    """Build a mixer with all weights random, so that no head, channel or angle is like another."""
     mixer = build_mixer(spec, SIZES, SINGLE_RANK).double()
     assert isinstance(mixer, Mamba3)
     for weight in mixer.parameters():
@@ -38,7 +38,7 @@ def mixer_of(spec: Mamba3Spec, scale: float = 1.0) -> Mamba3:
 
 
 def published(mixer: Mamba3, x_LD: Tensor, starts: list[int], before: Carried | None = None) -> tuple[Tensor, Carried]:
-    """One row by the published recurrence: angles, the last turned B and the last x are states beside h."""
+    """Compute one row by the published recurrence. States besides h: the angles, the last rotated B, the last x."""
     spec = mixer.spec
     heads = mixer.heads
     outputs = []
@@ -149,7 +149,7 @@ def test_without_turns_and_starts_it_is_mamba_2_without_its_convolution() -> Non
 
 
 def test_one_token_by_hand() -> None:
-    """From nothing: y = (lambda delta C . B + D) x."""
+    """From a zero state, y = (lambda delta C . B + D) x."""
     mixer = mixer_of(Mamba3Spec(state=8, head_dim=4))
     x = torch.randn(1, 1, SIZES.width, dtype=torch.float64)
     expected, _ = published(mixer, x[:, 0], [])
@@ -172,7 +172,7 @@ def test_decays_of_a_projection_far_out() -> None:
 
 
 def test_strong_decays_forget_and_blur_nothing() -> None:
-    """In fp32, with steps that forget all every few tokens, against float64; their angles are good to some 1e-5."""
+    """Compare fp32 with float64, for steps that forget all every few tokens; their angles are good to some 1e-5."""
     mixer = mixer_of(Mamba3Spec(state=8, head_dim=4), 0.5)
     x = torch.randn(200, 1, SIZES.width, dtype=torch.float64)
     mixer.in_proj.weight.data[2 * mixer.inner : 2 * mixer.inner + mixer.heads, 0] = 1

@@ -67,7 +67,7 @@ def gradients(mixer: Mixer, x: Tensor, y: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("log_decay", [None, -8.0], ids=["as_started", "strong"])
 def test_the_time_mix_is_its_equations(log_decay: float | None) -> None:
-    """With the official decays, and with tokens of which each leaves e^-8 of the state; in fp32 too, less exactly."""
+    """Use the official decays, and tokens that each leave e^-8 of the state; fp32 agrees less exactly."""
     mixer = started(SPEC, noise=0.1)
     if log_decay is not None:
         mixer.get_parameter("decay_bias").data.fill_(math.log(-log_decay))
@@ -91,7 +91,7 @@ def test_without_decay_and_with_a_bonus_of_one_it_is_linear_attention() -> None:
 
 
 def test_a_token_without_a_past_reads_its_own_values() -> None:
-    """Also where it begins a document, however much there was before it."""
+    """This holds at a document's start too, however many tokens came before it."""
     q, k, v, g = torch.randn(4, 1, 5, 2, 3, dtype=torch.float64)
     bonus = torch.randn(2, 3, dtype=torch.float64)
     documents = torch.tensor([[0, 0, 1, 1, 2]])

@@ -69,7 +69,9 @@ def test_variants_differ_where_the_past_begins(memory: str) -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_shifted_is_two_masks(kv_heads: int) -> None:
-    """Each half of the heads by itself, its groups cut out of the row; the output projection made an identity."""
+    """Compute each half of the heads by itself, with its groups cut out of the row and an identity as output
+    projection.
+    """
     mixer = build(**{**SMALL, "kv_heads": kv_heads, "memory": "shifted"})
     x = x_of()
     full = build("attention", heads=4, kv_heads=kv_heads)

@@ -37,7 +37,7 @@ def spec_of(kind: str, **sparse: object) -> MixerSpec:
 
 
 def build(spec: MixerSpec) -> Mixer:
-    """With the same weights wherever the name is the same."""
+    """Build a mixer with the same weights for the same names."""
     mixer = build_mixer(spec, SIZES, SINGLE_RANK)
     for name, weight in mixer.named_parameters():
         weight.data.copy_(starting_value(spec.parameters(SIZES)[name].init, tuple(weight.shape), 1, name))
@@ -82,7 +82,7 @@ def test_what_it_adds_stands_inside_the_output_gate_of_mamba() -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("kind", BASES)
 def test_no_later_token_changes_an_earlier_one(kind: str, pattern: str) -> None:
-    """In training too, with several hashes, and outside of it."""
+    """Check in training, with several hashes, and outside of it."""
     mixer = build(spec_of(kind, pattern=pattern))
     for key in (None, 1, 2, 3):
         seq = dataclasses.replace(SeqInfo.stream(2, LENGTH), key=key)

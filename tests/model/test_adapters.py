@@ -28,7 +28,7 @@ def started(model: ModelConfig) -> LanguageModel:
 
 
 def logits(model: LanguageModel, key: int | None = None) -> Tensor:
-    """In a step of training, by its key, or outside of it."""
+    """Return logits in a step of training, by its key, or outside of training."""
     tokens = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
     return model(tokens, None, replace(SeqInfo.stream(2, 24), key=key)).output
 

@@ -42,7 +42,7 @@ def real_part(state: dict[str, Tensor], row: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("chunk", [1000, 8, 5, 1])
 @pytest.mark.parametrize("pattern", ["M-W-F-", "S-W-S"])
 def test_padding_and_chunks_leave_no_trace(pattern: str, chunk: int) -> None:
-    """In logits and states, whatever row and chunk a prompt begins in; at a chunk's edge too."""
+    """Logits and states are equal for any row and chunk in which a prompt begins, also at a chunk's edge."""
     model = small_model(pattern, torch.float64)
     prompts = prompts_of()
     logits_BV, states = read_all(model, prompts, chunk)
@@ -77,7 +77,7 @@ def test_a_batch_writes_what_its_rows_write_alone(sampling: Sampling) -> None:
 
 
 def test_greedy_tokens_are_those_of_transformers_with_the_same_weights() -> None:
-    """In its class for our models, padded on the left by its rules."""
+    """Compare with transformers' class for our models, padded on the left by its rules."""
     model = small_model("M-W-F-", torch.float64)
     prompts = prompts_of()
     theirs = as_transformers(model, small_config("M-W-F-"))

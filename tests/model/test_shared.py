@@ -65,7 +65,7 @@ def test_a_block_is_counted_once_and_computes_at_every_place() -> None:
 
 
 def test_a_shared_weight_has_the_sum_of_its_places_gradients() -> None:
-    """Against a model whose places have copies of their own: two letters with the same values."""
+    """Compare with a model whose places have their own copies: two letters with the same values."""
     once = built("MSMSM")
     apart = built("MSMTM")
     weights = dict(once.named_parameters())

@@ -57,7 +57,7 @@ def logits_of(read: Reader, given: Prompts, tokens: torch.Tensor) -> Iterator[to
 @pytest.mark.parametrize("pattern", ["M", "N", "W", "V", "U", "Y", "-", "M-W-N-V-U-"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 2e-4)])
 def test_logits_are_the_models(pattern: str, dtype: torch.dtype, tolerance: float, tied: bool) -> None:
-    """Past the end of every window. Angles of positions are of fp32, whatever the model is of."""
+    """Read past the end of every window. Angles of positions are computed in fp32 for any dtype of the model."""
     model = model_of(pattern, dtype, tied)
     texts = prompts()
     tokens = torch.randint(61, (35, 5))

@@ -67,7 +67,7 @@ _AGAIN: dict[Callable[..., object], object] = {}
 
 
 def _interpreted(function: Any) -> object:
-    """One for each function, as the interpreter recognizes `tl.sum`'s combination by identity."""
+    """Cache one interpreted object per function: the interpreter recognizes `tl.sum`'s combination by identity."""
     from triton.runtime.interpreter import InterpretedFunction
 
     return _AGAIN.setdefault(function.fn, InterpretedFunction(function.fn))

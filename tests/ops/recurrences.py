@@ -47,7 +47,7 @@ class Recurrence:
 
     @property
     def forms(self) -> list[str]:
-        """All that run on a CPU, the reference first."""
+        """All forms that run on a CPU, the reference first."""
         return [each.name for each in (self.op.reference, *self.op.implementations) if each.device != "cuda"]
 
 
@@ -153,7 +153,7 @@ def uniform(*shape: int) -> Tensor:
 
 
 def strong_steps(inputs: Inputs) -> None:
-    """One token in five forgets all; a sum of log decays in fp32 would be off by 1e-4 after some of them."""
+    """Let one token in five forget all; a sum of log decays in fp32 would be off by 1e-4 after some of them."""
     for name, value in floats(inputs).items():
         if name.startswith("A_"):
             value.fill_(-16)
@@ -165,7 +165,7 @@ def strong_steps(inputs: Inputs) -> None:
 
 
 def strong_heads(inputs: Inputs) -> None:
-    """One token in five forgets all, the others little."""
+    """Let one token in five forget all, and the others little."""
     inputs.g_BLH.fill_(-1e-6)
     inputs.g_BLH[:, ::5] = -5000
 

@@ -33,7 +33,7 @@ VALUE = 24
 
 
 def plain(file: str, function: str) -> Any:
-    """One of its functions; those that take heads before tokens are called through `heads_first`."""
+    """Return one of the package's functions; those with heads before tokens are called through `heads_first`."""
     return getattr(import_module(f"fla.ops.{file}"), function)
 
 
@@ -69,7 +69,7 @@ def test_gla(given: dict[str, Tensor]) -> None:
 
 
 def test_retention(given: dict[str, Tensor]) -> None:
-    """With the decays of all its heads."""
+    """Use the decays of all its heads."""
     q, k, v = (given[name] for name in ("q", "k", "v"))
     theirs = plain("retention.naive", "naive_retention")(*heads_first(q, k, v[..., :KEY])).transpose(1, 2)
     g_BLH = log_gammas(HEADS, 0, q.device).float().expand(ROWS, LENGTH, HEADS)

@@ -63,7 +63,7 @@ def test_gradients_are_the_slopes(recurrence: Recurrence, form: str, documents: 
 @OPS
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_length_has_the_references_outputs_and_gradients(recurrence: Recurrence, length: int) -> None:
-    """In float64, with documents of one token or more."""
+    """Compare in float64, with documents of one token or more."""
     inputs = recurrence.make(length=length)
     inputs = inputs._replace(documents_BL=torch.randint(1, 8, (2, length)).eq(1).cumsum(1))
     reference, *fast = (computed(recurrence.op, form, inputs) for form in recurrence.forms)

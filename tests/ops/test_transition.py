@@ -79,7 +79,7 @@ def test_a_transition_and_the_state_after_zeros_give_the_state(
 @OPS
 @pytest.mark.parametrize("documents", [None, TWO_DOCUMENTS], ids=["none", "two"])
 def test_shards_of_a_row_are_joined(recurrence: Recurrence, documents: Tensor | None) -> None:
-    """Each is read from zeros; boundaries in the first, the second, or none of them."""
+    """Scan each shard from zeros, with boundaries in the first, the second, or neither of them."""
     inputs = recurrence.make()._replace(documents_BL=documents)
     state = getattr(inputs, state_of(inputs))
     _, expected = run(recurrence.op, "reference", inputs)

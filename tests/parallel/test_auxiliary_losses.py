@@ -59,7 +59,7 @@ def gradients_in(groups: Groups, config: Config) -> dict[str, Tensor]:
 
 
 def gradients_by_hand(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Both losses of each micro-batch, weighted by its tokens, in plain PyTorch."""
+    """Compute both losses of each micro-batch, weighted by its tokens, in plain PyTorch."""
     model = LanguageModel(config.model)
     model.load_state_dict(weights)
     total = torch.zeros(())

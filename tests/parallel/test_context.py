@@ -97,7 +97,7 @@ def outputs_and_gradients(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_computes_its_share_of_what_one_does(name: str, ranks: int) -> None:
-    """In float64, of rows as streams and of rows with documents that begin everywhere."""
+    """Compare in float64, for rows as streams and for rows with documents that begin everywhere."""
     given = [rows_with(borders) for borders in [None, *BORDERS.values()]]
     (whole,) = run_distributed(outputs_and_gradients, 1, MODELS[name], ParallelConfig(), given)
     shares = run_distributed(outputs_and_gradients, ranks, MODELS[name], ParallelConfig(context=ranks), given)

@@ -37,6 +37,6 @@ def test_gradients_of_parts_are_those_of_the_whole(frozen: bool) -> None:
 
 
 def lossy(parts: list[Tensor]) -> Tensor:
-    """Its gradients come with rows and tokens exchanged, and none of the last part."""
+    """Return a loss whose gradients have rows and tokens exchanged, and are absent for the last part."""
     first = [part.transpose(0, 1).sin().cumsum(1).sum() for part in parts[:-1]]
     return torch.stack(first).sum()

@@ -40,7 +40,7 @@ def e5m2(value: float) -> float:
 
 
 def projection(recipe: Precision, rows: int, columns: int, history: int = 3) -> Fp8Linear:
-    """With weights that no format holds exactly."""
+    """Build a projection whose weights no format holds exactly."""
     made = Fp8Linear(columns, rows, Fp8(recipe, range(1), history))
     made.weight.data.copy_(torch.randn(rows, columns))
     return made

@@ -81,7 +81,7 @@ def test_recomputation_changes_no_bit(alone: Groups, recompute: Recompute) -> No
 def test_weights_that_are_rounded_once_a_step_change_no_bit(
     alone: Groups, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also under recomputation, with an evaluation between steps, and after other weights were read."""
+    """This holds with recomputation, with an evaluation between steps, and after other weights were loaded."""
     rounded = []
     rounding = Rounding.__call__
 
@@ -110,7 +110,7 @@ def test_weights_that_are_rounded_once_a_step_change_no_bit(
 
 
 def test_chunks_through_time_change_no_bit(alone: Groups) -> None:
-    """Compare steps that run each chunk once with steps that recompute chunks, sub-layer by sub-layer."""
+    """Compare steps with and without recomputed chunks; recomputation is sub-layer by sub-layer."""
     found = []
     for recompute in (Recompute.none, Recompute.layer):
         config = tbtt.through(ParallelConfig(recompute=recompute))
@@ -164,7 +164,7 @@ def test_an_evaluation_leaves_no_trace(alone: Groups) -> None:
 
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
 def test_differs_from_bf16_by_a_little(alone: Groups, precision: str) -> None:
-    """And layers in bf16 bring it nearer: all of them are the same bits."""
+    """Layers in bf16 reduce the difference; with all of them in bf16 the bits are equal."""
     base = list(losses(Engine(config_of("bf16"), alone)))
     found = list(losses(Engine(config_of(precision), alone)))
     assert found != base

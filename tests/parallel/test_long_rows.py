@@ -52,7 +52,7 @@ def config_of(length: int, chunks: int, context: int) -> Config:
 
 
 def text(length: int) -> Batch:
-    """One row, in which a token is the one before it plus at most two."""
+    """Return one row, in which a token is the one before it plus at most two."""
     first = torch.tensor([7])
     steps_T = torch.randint(3, (length,), generator=torch.Generator().manual_seed(0))
     tokens_BT = torch.cat((first, (first + steps_T.cumsum(0)) % VOCABULARY)).unsqueeze(0)

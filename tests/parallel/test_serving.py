@@ -103,7 +103,7 @@ def test_every_rank_writes_what_one_process_writes(layout: str, tied: bool) -> N
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_measures_what_one_process_measures(layout: str, tied: bool) -> None:
-    """To the rounding of float64, as products and sums are added up in another order."""
+    """Results agree up to the rounding of float64, because products and sums are added in another order."""
     model = model_config(tied)
     parallel = LAYOUTS[layout]
     expected = measured(reader(whole_model(model)))

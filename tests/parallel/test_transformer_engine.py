@@ -221,7 +221,7 @@ def test_weights_are_rounded_in_the_first_micro_batch_of_a_step(alone: Groups, c
 
 @pytest.mark.usefixtures("install")
 def test_text_is_generated_in_bf16(alone: Groups) -> None:
-    """One token is no multiple of 16."""
+    """A single token is not a multiple of 16."""
     engine = Engine(config_of(Precision.fp8_delayed), alone)
     one = random_batch(rows=1, length=1)
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_text_is_generated_in_bf16(alone: Groups) -> None:
 
 @pytest.mark.usefixtures("install")
 def test_a_region_is_open_for_the_whole_step(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that histories move on once, whatever the number of micro-batches."""
+    """Histories therefore advance once, for any number of micro-batches."""
     depths = []
     forward = StandIn.forward
 
@@ -310,7 +310,7 @@ def test_the_reason_why_fp8_cannot_run_is_reported_before_processes_connect(
 def test_the_package_is_asked_whether_blocks_can_be_scaled(
     module: str, available: bool, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It knows which CUDA its kernels need; every version answers in this form, in one of two modules."""
+    """The package knows its kernels' CUDA version; every version answers in this form, in one of two modules."""
     monkeypatch.setattr(transformer_engine, "fp8_device_fault", lambda: None)
     answer = (available, "" if available else "needs CUDA 12.9")
     manager = SimpleNamespace(is_fp8_block_scaling_available=lambda: answer)

@@ -57,7 +57,7 @@ def test_ranks_together_hold_every_parameter(recipe, tensor, pipeline, virtual):
 
 
 def test_one_process_holds_the_whole_model():
-    """Without parallelism and recomputation, the sums over all weights and sub-layers."""
+    """Without parallelism and recomputation, memory is the sum over all weights and sub-layers."""
     for recipe in RECIPES[::3]:
         config, made = planned(1, f"recipe={recipe}", "parallel.recompute=none", "phases.0.adapters=null")
         phase = largest_phase(config)

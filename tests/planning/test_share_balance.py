@@ -48,7 +48,7 @@ def uneven(model: ModelConfig, rows: list[Spans]) -> float:
 
 
 def test_short_documents_beside_a_long_one() -> None:
-    """In windows it hardly matters; recurrences are balanced whatever the documents."""
+    """The balance hardly changes for windows; recurrences are balanced for any documents."""
     short_first = [(at, at + 64) for at in range(0, 6144, 64)] + [(6144, 8192)]
     full, recurrent = (load([f"recipe={name}"]).model for name in ("llama2_438m", "mamba2_130m"))
     assert uneven(recurrent, [short_first]) == 1

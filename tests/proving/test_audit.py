@@ -73,7 +73,7 @@ def test_what_a_norm_enlarges_is_known_to_be_rounding(kind: str, audit, capsys: 
 def test_ranks_with_a_gpu_each_are_compared_with_one_of_them(
     bug: tuple[str, ...], code: int, audit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of it but the GPUs: the session's pool hands out none."""
+    """Only the GPUs are missing, because the session's pool hands out none."""
     monkeypatch.setattr(audit_table, "visible_gpus", lambda: ["4", "5"])
     monkeypatch.setattr(run, "serial_step", lambda *_: pytest.fail("the truth is one rank's"))
     assert audit(*SMALL, "--gpus", "--layouts", "tp2,tp2-pp2", *bug) == code

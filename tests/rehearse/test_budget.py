@@ -130,7 +130,7 @@ def test_every_run_of_the_span_study_is_valid_and_planned() -> None:
 
 
 def test_budgets_hold_every_kind_of_attention_of_the_span_study() -> None:
-    """And each of its recipes as it learns without adapters too."""
+    """Each of its recipes also has a budget without adapters."""
     held = [load(read(path)[0]) for path in FILES if "_span" in path.stem]
     mixers = {(config.model.width, mixers_of(config)) for config in held}
     wanted = {what: load(settings) for what, settings in runs_of_the_study()}

@@ -49,7 +49,7 @@ LAYERS = (
 
 
 def test_a_small_row_by_hand() -> None:
-    """Two rows over four ranks: states in fp32 in rounds of 1, 1 and 2 ranks, halos of bf16, each there and back."""
+    """Send two rows over four ranks: fp32 states in rounds of 1, 1 and 2 ranks, bf16 halos, each there and back."""
     small = job("laptop", *LAYERS, "phases.0.seq_len=256")
     (report,) = rehearsed(small)
     inner = 128

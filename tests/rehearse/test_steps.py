@@ -113,7 +113,7 @@ def test_kernels_are_compiled_and_none_spills(reports: dict[str, Report]) -> Non
 
 @pytest.mark.slow
 def test_the_tensor_ranks_send_what_is_planned(reports: dict[str, Report]) -> None:
-    """In the four micro-batches of the rehearsed step; the plan leaves out the loss's scalars and uncut weights."""
+    """Compare four micro-batches; the plan leaves out the loss's scalars and uncut weights."""
     for job in ("first of four, four times", "last of four, four times"):
         report = reports[job]
         rank_plan = planned(job)

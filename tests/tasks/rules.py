@@ -116,7 +116,7 @@ def needles(entry: dict) -> Derived:
 
 
 def variables(drawn: dict) -> Derived:
-    """One text of variable tracking with one chain."""
+    """Return one text of variable tracking with one chain."""
     (names,) = drawn["names"]
     (value,) = drawn["values"]
     (places,) = drawn["places"]

@@ -16,7 +16,7 @@ def passkey(prompt: str) -> str:
 
 
 def needle(prompt: str) -> str:
-    """All values of the keys that the question names."""
+    """Return all values of the keys that the question names."""
     question = prompt.rsplit("special magic", 1)[1]
     facts = re.findall(r"One of the special magic \w+ for (.+?) is: (\S+)\.", prompt)
     return ", ".join(value for key, value in facts if re.search(rf" {re.escape(key)}[ ,]", question))

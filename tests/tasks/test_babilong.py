@@ -122,7 +122,7 @@ def test_facts_stand_in_order_at_gaps_of_the_text() -> None:
 
 
 def test_long_stories_are_drawn_again() -> None:
-    """At most a fact for 8 tokens; and a story that doesn't fit is drawn again, until none of 20 fits."""
+    """A story has at most a fact for 8 tokens; one that doesn't fit is drawn again, until none of 20 fits."""
     task = named("babilong_qa3", ["style=tuned", "essay=none"])
     lengths = [len(task.sample(0, index, PairsOfWords(), 200).meta["facts"]) for index in range(40)]
     assert 20 < max(lengths) <= 25

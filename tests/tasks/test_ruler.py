@@ -71,7 +71,7 @@ def test_depths_are_40_of_100_percent() -> None:
 
 @pytest.mark.parametrize("options", [["num_values=41"], ["num_keys=41"], ["num_queries=11", "num_values=4"]])
 def test_an_essay_has_places_for_40_needles(options: list[str]) -> None:
-    """One more is refused with its options and the cure; 40 fit, and 41 lines of noise hold 41."""
+    """An essay holds 40 needles; 41 are refused with its options and the remedy. 41 lines of noise hold 41."""
     base = ["keys=uuids", "num_keys=1", "num_queries=1", "num_values=1"]
     with pytest.raises(TaskError, match=rf"{options[0]}\b.*=essay .*40 needles, not for 4[14];.*haystack=noise"):
         named("niah_multivalue", [*base, *options]).sample(0, 0, BYTES, 30000)
@@ -102,7 +102,7 @@ def test_needles_by_depth_stand_where_the_index_says() -> None:
 
 @pytest.mark.parametrize("name", ["cwe", "fwe"])
 def test_faithful_shuffles_put_the_answer_at_the_same_places(name: str) -> None:
-    """And those of each sample don't."""
+    """With `faithful=false` every sample has its own shuffle, and other places."""
 
     def places(faithful: str, index: int) -> list[int]:
         task = named(name, [f"faithful={faithful}", *(["setting=large"] if name == "cwe" else [])])

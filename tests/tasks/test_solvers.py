@@ -53,7 +53,7 @@ def test_an_empty_answer_scores_0(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TEXT_TASKS if name not in QUESTIONS])
 def test_the_answer_to_another_sample_scores_chance(name: str) -> None:
-    """Within four deviations of a binomial."""
+    """The score is within four deviations of a binomial."""
     task = task_of(name)
     made = samples(name, LENGTHS.get(name, COMMON_LENGTHS)[0], GUESSES)
     guesses = [other.answer for other in (*made[1:], made[0])]

@@ -97,7 +97,7 @@ class Faulty(Dataset[Any]):
 
 @contextmanager
 def happening_to_a_worker(fault: str, step: int, stderr: Path) -> Iterator[None]:
-    """This process reads with a worker process, whatever data.workers says, and the fault comes there."""
+    """Read with a worker process, for any value of data.workers, and let the fault happen there."""
     original = Loader._read_ahead
 
     def read_ahead(loader: Loader, steps: range) -> Iterator[Any]:

@@ -41,7 +41,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def run(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All phases without a stop."""
+    """Run all phases without a stop."""
     run = tmp_path_factory.mktemp("adapters") / "run"
     kept = ["checkpoint.every=1", "checkpoint.keep=30"]
     assert train.main([*small_run_arguments(counting_folder, run), PHASES, *kept]) == 0

@@ -21,7 +21,7 @@ SETTINGS = ["model.pattern=M-W-S-", "model.layers.S={kind: mamba2, state: 4, hea
 
 
 def stored(run: Path) -> dict[str, bytes]:
-    """All tensors of the newest checkpoint, as they lie in its files."""
+    """Return all tensors of the newest checkpoint, as its files hold them."""
     folder = max((run / "checkpoints").glob("step-*"))
     return {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
 

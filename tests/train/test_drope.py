@@ -20,7 +20,7 @@ PHASE = "{name: %s, tokens: 256, seq_len: 16, global_batch: 4, micro_batch: 2, l
 
 
 def test_a_phase_drops_the_positions(train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without them every token is where it would be at position 0, by the angles."""
+    """Without positions every token has the angles of position 0."""
     dropped = PHASE % ("long", ", layers: {W: {rope: none}}")
     assert train_small(f"phases=[{PHASE % ('short', '')},{dropped}]") == 0
     run = tmp_path / "run"
@@ -78,7 +78,7 @@ SPAN = "{kind: span, heads: 4, chunk: 8, block: 4, blocks: 1}"
 def test_an_evaluation_reads_with_full_attention_or_as_trained(
     letter: str, trained: str, same: int, train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both are the same as far as a window or a chunk reaches, and not beyond."""
+    """Both ways agree as far as a window or a chunk reaches, and not beyond."""
     assert train_small(f"model.layers.W={letter}", "phases.0.tokens=640") == 0
     capsys.readouterr()
     losses = {}

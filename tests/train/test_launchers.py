@@ -91,7 +91,7 @@ def test_a_signal_to_torchrun_alone(
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["starting", "training"])
 def test_a_killed_torchrun_can_be_started_again_at_once(steps: int, counting_folder: Path, tmp_path: Path) -> None:
-    """Its processes live on for a while; no line of the metrics is lost, and none is written twice."""
+    """The killed launcher's processes live on for a while; no line of the metrics is lost or written twice."""
     run = tmp_path / "run"
     arguments = [*small_run_arguments(counting_folder, run), "run.eval_every=20"]
     with started([*TORCHRUN, "train.py", *arguments]) as launcher:

@@ -73,7 +73,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def with_package(monkeypatch: pytest.MonkeyPatch, wanted: str, module: object) -> None:
-    """This one is installed, no other."""
+    """Make only this package appear installed."""
     there, absent = Package(wanted, module, "stand-in"), Package("", None, "absent")
     monkeypatch.setattr(sinks, "optional_package", lambda name: there if wanted in name else absent)
 
@@ -88,7 +88,7 @@ def reported(folder: Path, *steps: int, resumed: int = 0, overrides: tuple[str, 
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """Each line as a strict reader of JSON takes it."""
+    """Parse each line with a strict JSON reader."""
 
     def refuse(name: str) -> float:
         raise AssertionError(f"{name} is not JSON")

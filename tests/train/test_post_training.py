@@ -42,7 +42,7 @@ def post_train(base: Path, run: Path, *arguments: str) -> int:
 
 
 def tensors(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
-    """All of a checkpoint's tensors whose key begins so."""
+    """Return a checkpoint's tensors whose key begins with this prefix."""
     opened = Checkpoint.open(checkpoint)
     return {key: opened.whole(key) for key in opened.shapes if key.startswith(prefix)}
 

@@ -152,7 +152,7 @@ def test_only_a_launcher_that_was_there_can_be_gone(monkeypatch: pytest.MonkeyPa
 def test_a_process_without_its_launcher_ends(
     stepped: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At once before its first step; later it may save first, but not for ever."""
+    """Before its first step it ends at once; later it may save first, but not forever."""
     ended, waited = threading.Event(), list[float]()
     monkeypatch.setattr(launcher, "PARENT", -1)
     monkeypatch.setattr(launcher.time, "sleep", waited.append)

@@ -87,7 +87,7 @@ def test_metrics_are_cut_back_to_the_resumed_step(train_small: Train, tmp_path: 
 def test_a_run_that_starts_from_scratch_archives_the_checkpoints_of_the_one_before(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or the next start would resume from them, and retention would remove its own."""
+    """Otherwise the next start would resume from them, and retention would remove the new run's own."""
     assert train_small("run.max_steps=4", "checkpoint.every=2") == 0
     old = tmp_path / "run/checkpoints/step-00000002"
     assert train_small("run.max_steps=3", "checkpoint.every=2", f"run.resume={old}") == 0

@@ -102,7 +102,7 @@ def test_refused_steps_leave_everything_as_it_was(train_small: Train, tmp_path: 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_an_infinite_loss_of_one_micro_batch_refuses_the_step(train_small: Train, tmp_path: Path, value: float) -> None:
-    """Also where the gradients are finite: a token that the model thinks impossible."""
+    """Gradients may be finite, as for a token that the model thinks impossible."""
     with spoiled(value, micro_batches(3)):
         assert train_small("run.max_steps=4") == 0
     assert steps_skipped(tmp_path / "run") == [0, 0, 1, 1]
@@ -186,7 +186,7 @@ def test_lanes_start_from_zero_after_the_text_that_was_left_out(
 
 @pytest.mark.slow
 def test_a_run_that_has_rolled_back_twice_resumes_as_if_it_had_not_stopped(train_small: Train, tmp_path: Path) -> None:
-    """It rolls back to the same checkpoint twice, and is stopped while a step is refused."""
+    """The run rolls back to the same checkpoint twice, and is stopped while a step is refused."""
     faults = micro_batches(7, 8, 9, 11, 12, 13, 17)
     with spoiled(math.nan, faults):
         assert train_small(*BACK, "states.mode=tbtt") == 0
@@ -227,7 +227,7 @@ def test_windows_reach_over_phases(train_small: Train, tmp_path: Path, monkeypat
 
 
 def test_a_run_without_a_checkpoint_ends_and_says_why(train_small: Train, tmp_path: Path) -> None:
-    """Also where the folder holds one of an earlier run."""
+    """The folder may hold a checkpoint of an earlier run."""
     assert train_small("run.max_steps=5") == 0
     with (
         spoiled(math.nan, micro_batches(2, 3)),
@@ -239,7 +239,7 @@ def test_a_run_without_a_checkpoint_ends_and_says_why(train_small: Train, tmp_pa
 
 
 def test_a_run_does_not_finish_on_refused_steps(train_small: Train, tmp_path: Path) -> None:
-    """It rolls back to its newest checkpoint, and ends without their data."""
+    """The run rolls back to its newest checkpoint, and ends without their data."""
     few = ("run.max_steps=6", "checkpoint.every=2", "run.eval_lengths=[1]")
     with spoiled(math.nan, micro_batches(5, 6)):
         assert train_small(*few) == 0
@@ -291,7 +291,7 @@ def test_all_ranks_decide_alike_when_one_has_the_fault(counting_folder: Path, tm
 def test_what_two_ranks_left_out_one_process_leaves_out_too(
     layout: list[str], mode: str, train_small: Train, counting_folder: Path, tmp_path: Path
 ) -> None:
-    """Also where the run rolls back on two ranks and is resumed on one."""
+    """The run rolls back on two ranks and is resumed on one."""
     alone = tmp_path / "alone"
     ranks = tmp_path / "run"
     settings = ["optim.skips=2", "optim.eps=1e-4", f"states.mode={mode}"]
@@ -309,9 +309,9 @@ def test_what_two_ranks_left_out_one_process_leaves_out_too(
 def test_a_run_whose_moments_are_no_numbers_rolls_back_instead_of_saving_them(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, last: int
 ) -> None:
-    """With an infinite second moment every later step looks sound, and its weight stands still.
+    """With an infinite second moment every later step looks valid, while its weight stands still.
 
-    An asynchronous checkpoint shows it one step later, and that of the last step before the run ends.
+    An asynchronous checkpoint reports it one step later; the last step's checkpoint reports it before the run ends.
     """
     step = Engine.step
     taken = []

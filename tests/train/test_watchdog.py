@@ -34,7 +34,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Clock:
-    """In the place of `time`, with a clock that the test sets."""
+    """Stand-in for `time` whose clock the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -94,7 +94,7 @@ def test_what_does_not_end_is_dumped_recorded_and_ended(
 
 
 def connected(run: Path, rank: int) -> Failures:
-    """One of four ranks that are connected."""
+    """Return one of four connected ranks."""
     found = Failures(run, rank)
     found.places = [(f"machine {other}", 1) for other in range(4)]
     return found
@@ -107,7 +107,7 @@ def test_before_the_ranks_are_connected_the_record_of_an_earlier_start_is_replac
 
 
 def test_how_far_it_had_come_is_written_in_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a duration that no jump of the clock spoils."""
+    """The duration is not affected by jumps of the clock."""
     failures = connected(tmp_path, 0)
     failures.progress.step = 5
     failures.progress.loss = math.nan

@@ -42,7 +42,7 @@ def plain(tmp_path: Path) -> TokenFolder:
 def make(
     path: Path, compression: str | None, tokenizer: str = TOKENIZER, masked: bool = False, entry: int = 1
 ) -> TokenFolder:
-    """With masks every token but the first of each document is learned, by an entry of them."""
+    """Write a folder. With masks every token but the first of each document is learned, in one mask entry."""
     draw = np.random.default_rng(0)
     documents = [draw.integers(1, VOCAB, draw.integers(1, 300)) for _ in range(60)]
     splits = {"train": {"web": documents[:40], "code": documents[40:55]}, "validation": {"web": documents[55:]}}
@@ -166,7 +166,7 @@ def test_masks(tmp_path: Path, compression: str | None):
 
 
 def test_a_damaged_mask_is_found(tmp_path: Path):
-    """One entry of one mask, the 20th of the shard's first document; its tokens are as they were."""
+    """Damage one entry of one mask, the 20th of the shard's first document; its tokens stay unchanged."""
     folder = make(tmp_path / "data", None, masked=True)
     document = int(folder.manifest.splits["train"]["web"].shards[0].documents)
     length = int(folder.lengths("train", "web")[document])

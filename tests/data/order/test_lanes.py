@@ -144,7 +144,9 @@ def test_a_round_of_one_source_is_an_epoch(lanes: int):
     ],
 )
 def test_a_carried_state_is_that_of_the_whole_document(lengths: list[list[int]], weights: list[float], lanes: int):
-    """Over several epochs, on every token: reset where a document starts, carried where a row continues one."""
+    """Check every token of several epochs: states are reset where a document starts, and carried where a row continues
+    it.
+    """
     dealt = Lanes([stream(own, seed=i) for i, own in enumerate(lengths)], weights, lanes, 16, 500, seed=1)
     tokens_seen = 0
     for lane in range(lanes):

@@ -35,7 +35,7 @@ def rows(mixture: Mixture, source: int, first: int) -> int:
 
 
 def errors(sources: np.ndarray, weights: list[float]) -> np.ndarray:
-    """After each row, how far each source's count is from its share; (rows, sources)."""
+    """Return the deviation of each source's count from its share after each row, (rows, sources)."""
     counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     return counts - np.arange(1, len(sources) + 1)[:, None] * np.array(weights) / np.sum(weights)
 

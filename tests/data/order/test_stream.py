@@ -31,7 +31,7 @@ class Source(NamedTuple):
         return int(np.searchsorted(np.cumsum(self.shard_documents), document, side="right"))
 
     def tokens_of(self, spans: list[Span]) -> list[int]:
-        """Each token as its number in the source."""
+        """Return each token as its number in the source."""
         firsts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
         return [int(firsts[s.document]) + s.first + i for s in spans for i in range(s.count)]
 

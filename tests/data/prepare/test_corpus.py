@@ -84,7 +84,7 @@ def test_preparing_is_deterministic_also_at_once(documents: list[Document], tmp_
 
 
 def test_sources_of_packages_are_more_sources(documents: list[Document], tmp_path: Path):
-    """Each file is a document, held out or not as any other; the vocabulary is trained on theirs, too."""
+    """Each file of a package is a document, held out or not like any other, and also trains the vocabulary."""
     folder = prepare_embedded(tmp_path / "data", 400, ["json", "tokenizers"], workers=2)
     assert set(folder.manifest.splits["train"]) == {"code", "text", "json", "tokenizers"}
     files = sorted(file.relative_to(corpus.folder_of("json")) for file in corpus.folder_of("json").glob("*.py"))

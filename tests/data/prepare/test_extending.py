@@ -15,7 +15,7 @@ from tests.train.test_extending import run_code_of
 
 
 def test_a_data_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its folder is, byte by byte, that of the same texts as JSON lines; only the names of the inputs differ."""
+    """The new format's folder equals that of the same texts as JSON lines byte by byte, but for the inputs' names."""
     texts = [text.replace("\0", "") for text in TEXTS]
     with (tmp_path / "a.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["n", "body"], *enumerate(texts), [9], [10, " "]])

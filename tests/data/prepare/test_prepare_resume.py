@@ -235,7 +235,7 @@ def workers() -> list[BaseProcess]:
 
 @pytest.mark.slow
 def test_what_fails_in_a_worker_is_reported(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
-    """Its fault, or its end, reaches the first process, and no worker stays."""
+    """A worker's error, or its end, reaches the first process, and no worker stays."""
     file = inputs / "1.jsonl.gz"
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(PrepareError, match=r"1.jsonl.gz .*damaged or truncated"):

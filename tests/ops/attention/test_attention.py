@@ -349,7 +349,7 @@ def test_flash_does_not_look_for_borders_that_are_known(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
 def test_the_order_of_flash_versions_is_that_of_the_rates(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the devices that each is made for."""
+    """Compare on the devices that each version supports."""
     monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, flash_emulation(), "emulated"))
     monkeypatch.setattr(flash_attn, "compute_capability", lambda: gpu.capability)
     there = [each.name for each in flash_attn.FASTEST_FIRST if each.unavailable_reason("cuda") is None]

@@ -59,7 +59,7 @@ def visible(length: int, window: int | None, documents: Tensor | None, memory: A
 
 
 def listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Which tiles a list names, (B, T, U), each once."""
+    """Mark the tiles that a list names, (B, T, U), each once."""
     assert ((indices >= 0) & (indices < columns)).all()
     listed_only = torch.where(torch.arange(indices.shape[-1]) < counts[..., None], indices, columns).long()
     times = torch.zeros(*counts.shape, columns + 1, dtype=torch.int64)

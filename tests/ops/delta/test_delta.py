@@ -84,7 +84,7 @@ def test_without_steps_the_state_decays(form: str, gate: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("small_chunks")
 def test_orthogonal_keys_only_add(form: str, gate: str) -> None:
-    """They find nothing, so this is gated linear attention with values beta v."""
+    """Orthogonal keys find no stored values, so this is gated linear attention with values beta v."""
     inputs = random_inputs(gate, key=12)
     k = torch.linalg.qr(torch.randn(2, 2, 12, 11, dtype=torch.float64)).Q.permute(0, 3, 1, 2)
     g = inputs.g_BLHG[..., :1].expand_as(inputs.g_BLHG)  # the same for all channels: keys stay orthogonal

@@ -49,7 +49,7 @@ def inputs_of(gate: str, *sizes: int, dtype: torch.dtype = torch.float32) -> Del
 
 @GATES
 def test_two_chunks_of_documents(gate: str) -> None:
-    """One border in a chunk, one behind it; nothing is padded but keys and values."""
+    """Use one boundary inside a chunk and one after it; only keys and values are padded."""
     inputs = inputs_of(gate, 1, 18, 1, 3, 4)._replace(documents_BL=documents_of(5, 12, 1, rows=1))
     assert_near_reference(delta_scan, FORM, inputs, TOLERANCE)
 
@@ -68,7 +68,7 @@ def test_documents_and_states(borders: list[int], gate: str) -> None:
 @pytest.mark.parametrize("keys", [4, 20])
 @pytest.mark.parametrize("length", [1, 16, 17])
 def test_rows_about_a_chunk_long(length: int, keys: int, gate: str) -> None:
-    """With one slice of keys and two."""
+    """Use one slice of keys and two slices."""
     inputs = inputs_of(gate, 2, length, 2, keys, 4)._replace(state_BHNP=None)
     assert_near_reference(delta_scan, FORM, inputs, TOLERANCE)
 
@@ -136,7 +136,7 @@ def test_the_same_bits_again_and_cut_rows_are_whole(gate: str) -> None:
 @GATES
 @pytest.mark.parametrize("border", [10, 16], ids=["inside a chunk", "between chunks"])
 def test_no_bit_of_a_document_leaks_into_the_next(border: int, gate: str) -> None:
-    """Not even of an infinite state, which 0 does not silence."""
+    """An infinite state does not leak either, although 0 times infinity is NaN."""
     inputs = inputs_of(gate, 1, border + 4, 1, 4, 4)._replace(documents_BL=documents_of(border, 4, rows=1))
     probed = []
     for state in (0.0, torch.inf):

@@ -27,7 +27,7 @@ def results(implementation: str, x_LBC: Tensor, dy: Tensor, share: float) -> lis
 @pytest.mark.parametrize("shape", [(3, 1, 2), (2, 5, 34), (1, 2, 1025)], ids=str)
 @pytest.mark.parametrize("share", [0.1, 0.75])
 def test_it_is_the_reference(shape: tuple[int, int, int], share: float) -> None:
-    """In fp32: to bf16 the interpreter does not round, it cuts off."""
+    """Compare in fp32, because the interpreter truncates to bf16 instead of rounding."""
     x, dy = torch.randn(2, *shape)
     expected = results("reference", x, dy, share)
     found = results("triton", x.to(compute_device()), dy.to(compute_device()), share)

@@ -35,7 +35,7 @@ def results(gate: str, implementation: str, gate_up: Tensor, dy: Tensor, *number
 def test_any_number_of_rows_and_channels(
     gate: str, numbers: tuple[float, ...], shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
-    """To bf16 the interpreter does not round, it cuts off: an error of up to 2^-7 of each value."""
+    """The interpreter truncates to bf16 instead of rounding: an error of up to 2^-7 of each value."""
     gate_up = (3 * torch.randn(shape)).to(dtype)
     dy = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
     expected = results(gate, "reference", gate_up.double(), dy.double(), *numbers)

@@ -85,7 +85,7 @@ def test_recomputed_equals_the_reference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
 def test_the_recomputed_norm_equals_the_reference(dtype: torch.dtype, tolerance: float) -> None:
-    """In bf16 the gradients by the two steps are rounded before they are added."""
+    """The gradients of the two steps are rounded to bf16 before they are added."""
     y, z, _, weight = inputs(dtype, rows=3, length=7)
     results = []
     for form in ("reference", "recomputed"):

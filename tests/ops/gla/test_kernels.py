@@ -98,7 +98,7 @@ def test_the_same_bits_again_and_cut_rows_are_whole() -> None:
 
 @pytest.mark.parametrize("border", [10, slow(16)], ids=["inside a chunk", "between chunks"])
 def test_no_bit_of_a_document_leaks_into_the_next(border: int) -> None:
-    """Not even of an infinite state, which 0 does not silence."""
+    """An infinite state does not leak either, although 0 times infinity is NaN."""
     inputs = gla_inputs(1, border + 4, 1, 4, 4, torch.float32)._replace(documents_BL=documents_of(border, 4, rows=1))
     probed = []
     for state in (0.0, torch.inf):

@@ -115,7 +115,7 @@ def gla(rows: int, length: int, channels: int) -> tuple[Op, Any]:
 
 
 def delta(rows: int, length: int, channels: int) -> tuple[Op, Any]:
-    """One decay a head; keys of length 1, and steps of up to 2."""
+    """Return inputs with one decay a head, keys of length 1, and steps of up to 2."""
     q = normal(rows, length, 3, 11)
     k = normal(rows, length, 3, 11)
     v = normal(rows, length, 3, channels)
@@ -161,7 +161,7 @@ def gate(rows: int, length: int, channels: int) -> tuple[Op, Any]:
 
 
 def gated(rows: int, length: int, channels: int) -> tuple[Op, Any]:
-    """Two groups of three channels at least: the gradient of a group of one cancels."""
+    """Return inputs with at least two groups of three channels: the gradient of a group of one cancels."""
     y, z = normal(2, rows, length, 4 * channels + 2)
     return gated_norm, GatedNormInputs(y, z, normal(4 * channels + 2), 2, 1e-5)
 
@@ -196,7 +196,7 @@ def one_token(rows: int, length: int, channels: int) -> tuple[Op, Any]:
 
 
 def rotation(rows: int, length: int, channels: int) -> tuple[Op, Any]:
-    """Two channels of a head stay as they are."""
+    """Return inputs where two channels of a head are not rotated."""
     angles = normal(rows, length, channels).float()
     return apply_rope, RopeInputs(normal(rows, length, 3, 2 * channels + 2), angles.cos(), angles.sin())
 

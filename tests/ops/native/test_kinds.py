@@ -107,7 +107,7 @@ def test_older_cpus_compute_the_same(older: NativeLibrary, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_process_uses_as_many_threads_as_omp_says(threads: int) -> None:
-    """In a process of its own, whose environment torch reads (no more than cores); as though no cgroup had a limit."""
+    """Run in a process of its own, whose environment torch reads (at most the cores), as if no cgroup had a limit."""
     program = "from hybridtron.ops.native import library as o; o._allowed = lambda: 64; print(o.threads(worth=100))"
     environment = {**os.environ, "OMP_NUM_THREADS": f"{threads}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)

@@ -285,7 +285,7 @@ def some_row(length: int, rows: int = 1, channels: int = 160) -> ScanInputs:
 
 
 def test_it_runs_in_forked_children_with_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the parent before, and then in two children: a pool of threads would not survive the fork."""
+    """Run in the parent first, and then in two children: a pool of threads would not survive the fork."""
     monkeypatch.setattr("hybridtron.ops.native.recurrence.threads", lambda worth: 2)
     row = some_row(300)
 

@@ -40,7 +40,7 @@ def from_zero(*sizes: int, **options: object) -> ScanInputs:
 
 @pytest.mark.parametrize("gate", [True, False])
 def test_it_equals_the_reference(gate: bool) -> None:
-    """Also the state's gradient, which the package's function does not give."""
+    """The state's gradient agrees too, which the package's function does not give."""
     inputs = from_zero(2, 150, 24, 4, dtype=torch.float32)
     inputs = inputs if gate else inputs._replace(z_BLE=None)
     found, reference = (computed(selective_scan, form, inputs) for form in (FORM, "reference"))

@@ -85,7 +85,7 @@ def mixed(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def by_loops(q: Tensor, k: Tensor, v: Tensor, chunk: int, block: int, rule: ChoiceRule) -> Tensor:
-    """One document, token by token: q is (L, H, K), k and v (L, G, K)."""
+    """Compute one document, token by token: q is (L, H, K), k and v (L, G, K)."""
     length = len(q)
     heads = q.shape[1]
     share = q.shape[1] // k.shape[1]

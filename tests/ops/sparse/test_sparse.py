@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 def random_row(length: int, rows: int = 2, borders: float = 0.0, ties: bool = False) -> Row:
-    """With ties many scores are equal, and many keys and queries are."""
+    """Return a random row. With ties many scores are equal, and so are many keys and queries."""
     q, k, v = (torch.randn(rows, length, size, dtype=torch.float64) for size in (SIZE, SIZE, VALUES))
     scores = torch.randn(rows, length, dtype=torch.float64)
     if ties:
@@ -98,7 +98,7 @@ def seen_of(row: Row, budget: Budget) -> Seen:
 
 
 def by_hand(row: Row, budget: Budget) -> Tensor:
-    """Which keys each query sees, by the paper's sentences, in loops over single tokens."""
+    """Mark the keys that each query sees, by the paper's sentences, in loops over single tokens."""
     rows, length = row.documents_RL.shape
     visible = torch.zeros(rows, length, length, dtype=torch.bool)
     bins = [bins_of(x, row.documents_RL, budget) for x in (row.q_RLN, row.k_RLN)]

@@ -160,7 +160,7 @@ def test_cut_and_carried_on_is_whole() -> None:
 @pytest.mark.parametrize("border", [10, slow(16)], ids=["inside a chunk", "between chunks"])
 @pytest.mark.usefixtures("small_tiles")
 def test_no_bit_of_a_document_leaks_into_the_next(border: int) -> None:
-    """Not even of an infinite state, which 0 does not silence."""
+    """An infinite state does not leak either, although 0 times infinity is NaN."""
     inputs = ssd_inputs(1, 20, 1, 4, 1, 4, torch.float32)._replace(documents_BL=document_index([[border, 20 - border]]))
     tokens = by_token(inputs)
     probed = []

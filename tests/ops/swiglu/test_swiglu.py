@@ -36,7 +36,7 @@ def test_it_is_llamas(form: str) -> None:
 
 @FORMS
 def test_it_is_that_of_falcon_h1(form: str) -> None:
-    """With a multiplier of the gate."""
+    """The gate has a multiplier."""
     config = FalconH1Config(hidden_size=8, intermediate_size=12, mlp_multipliers=[0.7, 1.0])
     mlp = FalconH1MLP(config)
     x = torch.randn(3, 8)

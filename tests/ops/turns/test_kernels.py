@@ -67,7 +67,7 @@ def angle_results(form: str, inputs: AngleInputs) -> list[torch.Tensor]:
     ids=["one", "at a block's border", "around borders"],
 )
 def test_angles_equal_the_reference(documents: list[list[int]] | None) -> None:
-    """Over three blocks; the last one is not full."""
+    """Use three blocks, the last of which is not full."""
     index = None
     if documents is not None:
         index = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in documents])

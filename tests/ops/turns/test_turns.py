@@ -63,7 +63,7 @@ def test_fast_angles_equal_the_reference(fast: str, documents: list[list[int]] |
 
 @pytest.mark.parametrize("form", FAST_ANGLES)
 def test_no_bit_of_a_document_is_in_the_angles_of_another(form: str) -> None:
-    """In fp32, where a difference of sums over the row would round otherwise."""
+    """Check in fp32, where a difference between sums over the row would round otherwise."""
     steps, rates, documents = angle_inputs(documents=DOCUMENTS[2], dtype=torch.float32)
     both = torch.where(torch.arange(80)[:, None] < 32, steps.detach() * 5, steps.detach())
     with force(angles=form):

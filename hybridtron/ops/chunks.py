@@ -49,11 +49,17 @@ def chunks_of(tokens_BL: Tensor, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, tokens_BL.shape[1], size)]
 
 
-class ScanOfChunks(torch.autograd.Function):
-    """Autograd function that scans a row, `size` tokens at a time.
+def scan_chunks(row: Any, size: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Scan a `Row`, `size` tokens at a time; return y and the state after the row.
 
-    It saves only the inputs and the state before each chunk.
+    Autocast is off, since a chunk's products have the types that its row gave them.
     """
+    with torch.autocast(state.device.type, enabled=False):
+        return _ScanOfChunks.apply(type(row), size, state, *row)
+
+
+class _ScanOfChunks(torch.autograd.Function):
+    """Autograd function that saves only the inputs and the state before each chunk."""
 
     @staticmethod
     def forward(ctx: Any, row_type: Any, size: int, state: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.chunks import scan_chunks
 from hybridtron.ops.delta.decay import ChannelDecay, DeltaDecay, HeadDecay
 from hybridtron.ops.delta.reference import DeltaInputs, delta_scan, initial_state
 from hybridtron.ops.dispatch import Implementation, untraced
@@ -69,8 +69,7 @@ def chunked(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
         return delta_scan(inputs)
     q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, _, documents_BL = inputs
     row = DeltaRow(v_BLHP, q_BLHN, k_BLHN, beta_BLH, g_BLHG, document_starts(documents_BL))
-    with torch.autocast(v_BLHP.device.type, enabled=False):  # the products stay in fp32
-        return ScanOfChunks.apply(DeltaRow, CHUNK, initial_state(inputs), *row)
+    return scan_chunks(row, CHUNK, initial_state(inputs))
 
 
 CHUNKED = Implementation("chunked", chunked)

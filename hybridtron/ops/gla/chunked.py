@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.chunks import scan_chunks
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla.decay import ChunkDecay, DecayBlock
@@ -52,8 +52,7 @@ def chunked(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
     if inputs.v_BLHP.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
         return gla_scan(inputs)
     row = GLARow(inputs.v_BLHP, *inputs[:2], inputs.g_BLHN, document_starts(inputs.documents_BL))
-    with torch.autocast(inputs.v_BLHP.device.type, enabled=False):  # the products stay in fp32
-        return ScanOfChunks.apply(GLARow, CHUNK, initial_state(inputs), *row)
+    return scan_chunks(row, CHUNK, initial_state(inputs))
 
 
 CHUNKED = Implementation("chunked", chunked)

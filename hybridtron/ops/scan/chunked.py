@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.chunks import scan_chunks
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
@@ -45,8 +45,7 @@ def chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     A_NE = A_EN.t().contiguous()
     starts_BL = document_starts(documents_BL)
     row = ChunkedRow(x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE, A_NE, D_E, dt_bias_E, starts_BL)
-    with torch.autocast(x_BLE.device.type, enabled=False):  # the products with B and C stay in fp32
-        y_BLE, last_BNE = ScanOfChunks.apply(ChunkedRow, CHUNK, initial_state(inputs).transpose(1, 2), *row)
+    y_BLE, last_BNE = scan_chunks(row, CHUNK, initial_state(inputs).transpose(1, 2))
     return y_BLE, last_BNE.transpose(1, 2)
 
 

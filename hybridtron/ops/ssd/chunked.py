@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.chunks import scan_chunks
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
@@ -58,8 +58,7 @@ def _over_chunks(row: SSDChunkedRow | DecayChunkedRow, state_BHPN: Tensor) -> tu
     groups = row[2].shape[2]
     state_BGRPN = state_BHPN.unflatten(1, (groups, -1))
     state_BGNV = state_BGRPN.permute(0, 1, 4, 2, 3).flatten(3)
-    with torch.autocast(state_BHPN.device.type, enabled=False):  # the products stay in fp32
-        y_BLHP, last_BGNV = ScanOfChunks.apply(type(row), CHUNK, state_BGNV, *row)
+    y_BLHP, last_BGNV = scan_chunks(row, CHUNK, state_BGNV)
     last_BGNRP = last_BGNV.unflatten(3, state_BGRPN.shape[2:4])
     return y_BLHP, last_BGNRP.permute(0, 1, 3, 4, 2).flatten(1, 2)
 

@@ -38,7 +38,8 @@ from hybridtron.ops.span import (
     span_attention,
 )
 from hybridtron.proving.measuring import BenchReport, difference, per_token, times
-from hybridtron.proving.peak_memory import measure_memory
+
+from .peak_memory import measure_memory
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -24,7 +24,8 @@ from hybridtron.cli.convert import parsed
 from hybridtron.interop.native_pairs import Llama
 from hybridtron.interop.writer import write_json
 from hybridtron.proving.measuring import MIB, BenchReport, Seconds, times
-from hybridtron.proving.peak_memory import fresh_processes, resident
+
+from .peak_memory import fresh_processes, resident
 
 SHARD = 256 * MIB
 

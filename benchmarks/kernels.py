@@ -32,11 +32,11 @@ from hybridtron.ops.scan.reference import step_sizes
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.planning.rates import GPUS
 from hybridtron.proving.measuring import BenchReport
-from hybridtron.proving.peak_memory import fresh_processes
 from hybridtron.rehearse.rehearsal import rehearse_calls
 from hybridtron.rehearse.step_time import Work
 
 from .attention import spanned
+from .peak_memory import fresh_processes
 
 COPY_BYTES = 2**30
 HEADER = ("kernel", "tokens", "form", "pass", "launches", "GB", "ms by the model")

@@ -19,7 +19,8 @@ from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.proving.measuring import BenchReport, difference
-from hybridtron.proving.peak_memory import measure_memory
+
+from .peak_memory import measure_memory
 
 CACHED = 2**16  # values of the buffer over which the exp floor is measured
 FORMS = ("native", "chunked", "reference", "transformers")

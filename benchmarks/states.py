@@ -21,8 +21,9 @@ from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.device import compute_device
 from hybridtron.parallel.groups import Groups, start
 from hybridtron.proving.measuring import BenchReport
-from hybridtron.proving.peak_memory import measure_memory
 from hybridtron.proving.steps import Steps, checked, one_process
+
+from .peak_memory import measure_memory
 
 MODES = ("zero", "passing", "tbtt", "fitted", "random")
 FROM_ZERO = ("zero", "passing", "tbtt", "fitted")  # modes whose first step starts from zero states

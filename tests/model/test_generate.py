@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.decode import as_transformers
+from benchmarks.peak_memory import fresh_processes, resident
 from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.model.generate import Prompts, continued, generate, reader, state_bytes
 from hybridtron.model.sampling import Sampling, choose, kept, uniform
 from hybridtron.model.text import TextOfRow, write
-from hybridtron.proving.peak_memory import fresh_processes, resident
 from tests.conftest import SMALL_LAYERS, small_config, small_model
 from tests.mixers.test_span_recipes import model_of
 

@@ -39,6 +39,7 @@ What a letter of the pattern means: `kind`, and the options of that kind.
 """
 TABLE = "| key | type | default | meaning |\n|---|---|---|---|\n"
 PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
+PLAIN[typing.Any] = "text or mapping"
 
 
 def page() -> str:

@@ -17,7 +17,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,11 +72,20 @@ class Content:
 class Saver:
     """A writer for a run's checkpoints: one at a time, with failures in a row counted."""
 
-    def __init__(self, config: Config, run_dir: Path, groups: Groups, patience_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        groups: Groups,
+        *,
+        patience_s: float = 600.0,
+        on_written: Callable[[int], None] = lambda step: None,
+    ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.groups = groups
         self.patience_s = patience_s
+        self.on_written = on_written  # called on all processes with the step of each checkpoint that is on disk
         self.failures = 0
         self._under_way: Future[None] | None = None
         self._thread, self._copier = ThreadPoolExecutor(1, "checkpoint"), Copier()
@@ -138,6 +147,7 @@ class Saver:
         if fault is None:
             self.failures = 0
             self.written.add(self.step)
+            self.on_written(self.step)
             return
         self.failures += 1
         limit = self.config.checkpoint.failures

@@ -37,6 +37,7 @@ from hybridtron.data.check_vocabulary import vocabulary_warnings
 from hybridtron.data.problems import data_problems
 from hybridtron.problems import ConfigError
 from hybridtron.train.failures import FailedElsewhere
+from hybridtron.train.hooks import load_hooks
 from hybridtron.train.lock import RunLock
 from hybridtron.train.phase_table import print_timetable
 from hybridtron.train.preempt import StopRequests
@@ -54,13 +55,15 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = load(arguments)
+        hooks, hook_problems = load_hooks(config.run.hooks)
         if config.run.plan:
             require(config)
             print_timetable(config)
-            if problems := data_problems(config):
+            if problems := hook_problems + data_problems(config):
                 raise ConfigError(problems)
             return 0
-        if problems := check(config, launched().world_size) + lacking_weights(config) + data_problems(config):
+        problems = check(config, launched().world_size) + hook_problems
+        if problems := problems + lacking_weights(config) + data_problems(config):
             raise ConfigError(problems)
         first = launched().rank == 0
         for warning in [*warnings(config), *vocabulary_warnings(config)] if first else ():
@@ -72,11 +75,13 @@ def main(arguments: list[str]) -> int:
             lock = nullcontext()
         with requests, lock:
             # imports torch, which the checks do without
-            from hybridtron.evaluate.in_training import in_training
+            from hybridtron.evaluate.in_training import InTraining
             from hybridtron.interop.phase_exports import PhaseExports
             from hybridtron.train.run import run
 
-            run(config, requests, PhaseExports(config), in_training(config))
+            if config.run.evaluate is not None:
+                hooks.insert(0, InTraining(config))
+            run(config, requests, [PhaseExports(config), *hooks])
     except (ConfigError, ExportsFailed, Preempted) as end:
         if launched().rank == 0:
             print(end, file=sys.stderr)

@@ -50,6 +50,7 @@ from hybridtron.data.problems import data_problems
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.requirements import PROJECT
 from hybridtron.shipped import PACKAGE, shipped
+from hybridtron.train.hooks import load_hooks
 from hybridtron.train.records import read_record
 
 NOT_WHOLE = "h100 is the peak and the memory of a GPU alone: with it write cluster.gpus_per_node=8 and the partition."
@@ -98,7 +99,7 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     config.run.dir = str(Path(config.run.dir).absolute())
     job = job_of(config, kept, nodes)
     problems += check(config, nodes * config.cluster.processes)
-    problems += lacking_weights(config)
+    problems += [*lacking_weights(config), *load_hooks(config.run.hooks)[1]]
     problems += [] if dry_run else data_problems(config)  # a dry run may happen on a machine without the data
     problems += [*cluster_problems(config.cluster), *device_problems(config), *resume_problems(config.run.resume)]
     problems += job_problems(job)

@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,15 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
         raise ConfigError([Problem(group, "unreadable", f"{path} can't be read: {error}")]) from error
     if not isinstance(keys, DictConfig) or not keys:
         raise ConfigError([Problem(group, "missing", f"{path} holds no keys, such as `model:` or `run:`")])
+    if _is_stored(Path(path).expanduser()) and "hooks" in (keys.get("run") or ()):
+        keys.run.pop("hooks")
+        file = replace(file, text=OmegaConf.to_yaml(keys))
     return file
+
+
+def _is_stored(path: Path) -> bool:
+    """Check if a file lies beside weights, as a run stores its configuration. Such a file must not name code to run."""
+    return (path.parent / "manifest.json").exists() or (path.parent / "checkpoints").exists()
 
 
 def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:

@@ -1,7 +1,8 @@
 """Read the configuration that a run wrote beside its checkpoints, and find secrets before they are written there.
 
 Such a file is complete, with no interpolation left to resolve. A file with a `${...}` was not written by a run, and
-resolving it could read environment variables when a user opens a downloaded checkpoint; so it is refused.
+resolving it could read environment variables when a user opens a downloaded checkpoint; so it is refused. Keys that
+name code to run (`NAMES_CODE`) are left out for the same reason.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ SECRET = re.compile(
 WITH_PASSWORD = re.compile(r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)")  # a password may have a slash
 LEAVE_IT = "which would be written to config.yaml in clear: leave it in the environment, where its library reads it"
 DROPPED = {"parallel": ("expert",)}  # former keys, whose value had to be 1
+NAMES_CODE = {"run": ("hooks",)}  # keys that only the configuration of a training may set, since they name code
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 
 
 def read_saved(path: Path) -> DictConfig:
     """Read a saved configuration over the schema's defaults. Raises ConfigError with the file and the fault."""
     try:
-        values = _without_dropped(OmegaConf.load(StringIO(read_regular(path, GREATEST).decode())))
+        values = _without_unread(OmegaConf.load(StringIO(read_regular(path, GREATEST).decode())))
         faults = [
             Problem(f"{path}: {key}", "unreadable", f"holds {text!r}, which no run writes")
             for key, text in references(values)
@@ -85,13 +87,17 @@ def spelled_secrets(values: Any, key: str = "") -> Iterator[Problem]:
         yield Problem(key, "secret", f"looks like a secret, which would be written down: {cure}")
 
 
-def _without_dropped(values: Any) -> Any:
-    """Remove keys from older versions that could have only one value and no longer exist."""
+def _without_unread(values: Any) -> Any:
+    """Remove the keys in NAMES_CODE and DROPPED."""
+    if not isinstance(values, DictConfig):
+        return values
+    for section, names in NAMES_CODE.items():
+        node = values.get(section)
+        for name in names:
+            if isinstance(node, DictConfig):
+                node.pop(name, None)
     for section, names in DROPPED.items():
-        if isinstance(values, DictConfig):
-            node = values.get(section)
-        else:
-            node = None
+        node = values.get(section)
         for name in names:
             if isinstance(node, DictConfig) and node.get(name) == 1:
                 del node[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
@@ -241,6 +241,9 @@ class RunConfig:
     layer_norms: bool = False  # per-layer norms of parameters and gradients in the metrics
     profile: Annotated[list[int], at_least(1)] = field(default_factory=list)  # steps to trace, e.g. [10,11]
     wandb: str | None = None  # project name at Weights & Biases; null: not used
+    # your classes that run beside training (docs/extending.md): MODULE.CLASS, or {MODULE.CLASS: {OPTION: VALUE}}; not
+    # read from configurations that runs have stored
+    hooks: list[Any] = field(default_factory=list)
 
 
 @dataclass

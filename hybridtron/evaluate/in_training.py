@@ -8,13 +8,15 @@ evaluate`, because they write files and no metrics.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
+from hybridtron.config.units import parse_steps
 from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.evaluate import perplexity
 from hybridtron.evaluate.answers import ask
@@ -24,17 +26,19 @@ from hybridtron.evaluate.served import Served
 from hybridtron.evaluate.suites import SUITES, Suite, fitting, named_or_file, suite_of
 from hybridtron.problems import ConfigError, Problem, Unusable
 from hybridtron.tasks.tokens import open_tokens
+from hybridtron.train.hooks import Hook, StepContext
+from hybridtron.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from hybridtron.data.sources import Sources
     from hybridtron.engine.engine import Engine
 
+LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
 BATCH = 16  # samples or rows that are read together
 
 
-class InTraining:
-    """A run's evaluation by a suite.
+class InTraining(Hook):
+    """Hook that evaluates by the suite of `run.evaluate`, every `run.evaluate_every` and at the end of a phase.
 
     Raises ConfigError, before anything is trained, if the suite is faulty.
     """
@@ -50,15 +54,24 @@ class InTraining:
         definition = {key: value for key, value in named_or_file(self.name).items() if not key.startswith("instrument")}
         return suite_of(definition, seq_len, samples=self.samples)
 
-    def begin(self, phase: ResolvedPhase, sources: Sources) -> list[str]:
-        """Prepare the evaluation for a phase: make trial samples and read the rows.
-
-        Returns the parts of a named suite that are left out, with reasons. Raises ConfigError.
-        """
-        self.phase = phase
+    def on_phase_start(self, context: StepContext) -> None:
+        """Make trial samples and read the rows of a phase; log the parts of a named suite that are left out."""
+        sources = context.loader.sources
+        self.phase = context.phase
         self.folder = sources.tokenizer_file.parent
         self.eos = sources.eos
-        return with_error(self._open)
+        left_out = with_error(self._open)
+        if context.run.groups.is_first:
+            for reason in left_out:
+                LOG.info("run.evaluate leaves out %s", reason)
+
+    def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
+        """Add the suite's metrics if they are due."""
+        every = parse_steps(self.phase.config.run.evaluate_every, self.phase.settings.tokens_per_step)
+        if not context.ends_phase and context.step % every:
+            return metrics
+        context.run.beat(f"run.evaluate at step {context.step}")
+        return replace(metrics, evaluation=self.measure(context.engine, context.step, context.run.beat))
 
     def _open(self) -> list[str]:
         seq_len = self.phase.settings.seq_len
@@ -98,10 +111,3 @@ def with_error(work: Callable[[], Result]) -> Result:
         return work()
     except Unusable as error:
         raise ConfigError([Problem("run.evaluate", error.code, str(error))]) from error
-
-
-def in_training(config: Config) -> InTraining | None:
-    """Build the evaluation that a run asks for, or return None."""
-    if config.run.evaluate is None:
-        return None
-    return InTraining(config)

@@ -41,7 +41,7 @@ from hybridtron.storage.digest import digest_of
 from hybridtron.tasks.base import TextTokens
 from hybridtron.tasks.tokens import open_tokens
 from hybridtron.train.records import read_lines, write_whole
-from hybridtron.train.startup_report import ops_of
+from hybridtron.train.report import ops_of
 
 NO_LAYER = "nothing to measure, the model has no layer of that kind"
 CURVES = {"positions": "perplexity by position", "entropy": "entropy by layer"}

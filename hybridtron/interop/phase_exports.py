@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from hybridtron.checkpoint import folder as checkpoints
@@ -17,33 +18,59 @@ from hybridtron.checkpoint.merged import merged
 from hybridtron.config.checks.export import exported_step
 from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.schema import Config
+from hybridtron.parallel.groups import barrier
 from hybridtron.storage.durable import temporary_of
 from hybridtron.train.failures import Failures
+from hybridtron.train.hooks import Hook, RunContext, StepContext
 
 SHARD_BYTES = 5 * 10**9
 LOG = logging.getLogger(__name__)
 
 
-class PhaseExports:
-    """A run's exports after its phases. `failed` maps phase names to the reason why their last export failed."""
+class PhaseExports(Hook):
+    """Hook that exports phases on the first process, while the others wait. Each export has `run.timeout`."""
 
     def __init__(self, config: Config) -> None:
-        self.run_dir, self.last_step = Path(config.run.dir), last_step(config)
+        self.run_dir = Path(config.run.dir)
+        self.last_step = last_step(config)
         self.wanted = {phase.settings.name: phase for phase in resolve(config) if phase.settings.export is not None}
-        self.failed: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
 
-    def due(self, step: int) -> list[str]:
-        """Return the names of the phases with an export that have ended by this step."""
-        return [name for name, phase in self.wanted.items() if phase.end_step <= step]
+    @property
+    def failed(self) -> Mapping[str, str]:
+        """Reasons why the last exports of phases failed, by the phase's name."""
+        return self._failed
 
-    def run(self, name: str, step: int) -> None:
+    def on_run_start(self, run: RunContext) -> None:
+        self._export_ended(run, run.resumed_step)
+
+    def on_phase_end(self, context: StepContext) -> None:
+        if context.step < self.last_step:
+            self._export_ended(context.run, context.step)
+
+    def on_run_end(self, run: RunContext) -> None:
+        self._export_ended(run, self.last_step)
+
+    def retry_failed(self, run: RunContext) -> None:
+        self._export_ended(run, run.resumed_step)
+
+    def _export_ended(self, run: RunContext, step: int) -> None:
+        """Export every phase that has ended by this step and has no up-to-date export."""
+        for name, phase in self.wanted.items():
+            if phase.end_step > step:
+                continue
+            run.beat(f"the work after phase {name}")
+            if run.groups.is_first:
+                self._export(name, phase, step)
+            barrier()
+
+    def _export(self, name: str, phase: ResolvedPhase, step: int) -> None:
         """Export a phase if it has no up-to-date export; failures are logged, not raised."""
-        phase = self.wanted[name]
         output = self.run_dir / "export" / name
         if exported_step(output) == phase.end_step:
             return
         if temporary_of(output).exists() and step < self.last_step:
-            self.failed[name] = "it was killed once, and is retried at the end of the run"
+            self._failed[name] = "it was killed once, and is retried at the end of the run"
             return
         try:
             source = merged(Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.end_step)))
@@ -51,14 +78,14 @@ class PhaseExports:
         except Exception as error:
             self._report(name, error)
         else:
-            self.failed.pop(name, None)
+            self._failed.pop(name, None)
             LOG.info("%s is exported: %s", name, output)
 
     def _report(self, name: str, error: Exception) -> None:
-        self.failed[name] = f"{type(error).__name__}: {error}"
+        self._failed[name] = f"{type(error).__name__}: {error}"
         Failures(self.run_dir, 0).log("export", "".join(traceback.format_exception(error)))
         note = "training continues, and the export is retried later; logs/export-0.txt has the traceback"
-        LOG.error("ERROR: the export of %s failed: %s\n%s", name, self.failed[name], note)
+        LOG.error("ERROR: the export of %s failed: %s\n%s", name, self._failed[name], note)
 
 
 def export_phase(source: Checkpoint, output: Path, phase: ResolvedPhase) -> None:

@@ -1,51 +1,30 @@
-"""Held-out loss at the training length and its multiples. Every row starts from zero states.
-
-`evaluated` adds it to a step's metrics when it is due, with the metrics of `run.evaluate`.
-"""
+"""Held-out loss at the training length and its multiples. Every row starts from zero states."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.config.units import parse_steps, parse_tokens
+from hybridtron.config.units import parse_tokens
 from hybridtron.data.batch import Batch
 from hybridtron.data.sources import Sources
 from hybridtron.data.validation import held_out
 from hybridtron.engine.engine import Engine
-from hybridtron.train.after_phase import Evaluation
+from hybridtron.train.hooks import Hook, StepContext
 from hybridtron.train.metrics import StepMetrics
 
 
-def evaluated(
-    metrics: StepMetrics,
-    ends: bool,
-    engine: Engine,
-    sources: Sources,
-    phase: ResolvedPhase,
-    evaluation: Evaluation | None,
-    beat: Callable[[str], None],
-) -> StepMetrics:
-    """Return a step's metrics with held-out losses and the results of `run.evaluate` added, each if it is due.
+class HeldOutLoss(Hook):
+    """Hook that adds held-out losses to a step's metrics at each evaluation."""
 
-    `ends` says that the step is the phase's last, at which both are due. All processes call this together.
-    """
-    run = phase.config.run
-    step = metrics.step
-    tokens = phase.settings.tokens_per_step
-    if ends or step % parse_steps(run.eval_every, tokens) == 0:
-        beat(f"the evaluation at step {step}")
-        losses, by_source = evaluate(engine, sources, phase)
+    def on_evaluation(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
+        context.run.beat(f"the evaluation at step {context.step}")
+        losses, by_source = evaluate(context.engine, context.loader.sources, context.phase)
         several = by_source if len(by_source) > 1 else None
-        metrics = replace(metrics, validation=losses, validation_by_source=several)
-    if evaluation is not None and (ends or step % parse_steps(run.evaluate_every, tokens) == 0):
-        beat(f"run.evaluate at step {step}")
-        metrics = replace(metrics, evaluation=evaluation.measure(engine, step, beat))
-    return metrics
+        return replace(metrics, validation=losses, validation_by_source=several)
 
 
 def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[dict[str, float], dict[str, float]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.load import values_by_key
 from hybridtron.config.resolve import last_step, phase_ending_at, resolve
 from hybridtron.config.schema import Config
+from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError, Problem
-from hybridtron.train.after_phase import AfterPhase
+from hybridtron.train.hooks import Hook, RunContext, failures_of
 from hybridtron.train.outcome import record_exports
 from hybridtron.train.run_folder import ExportsFailed
 
@@ -24,23 +26,27 @@ LOG = logging.getLogger(__name__)
 # Keys that may change: how and where a run is started, and exports, which are still made.
 FREE = re.compile(
     r"(cluster|parallel)\..*|phases\.\d+\.export"
-    r"|run\.(dir|plan|resume|max_minutes|timeout|log_every|accept_data_changes|tunes)"
+    r"|run\.(dir|plan|resume|max_minutes|timeout|log_every|accept_data_changes|tunes|hooks.*)"
 )
 
 
-def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) -> None:
-    """Make missing exports, then log that nothing is left to train. Raises ExportsFailed."""
-    for name in after_phase.due(start.meta.step):
-        after_phase.run(name, start.meta.step)
+def report_finished(start: Checkpoint, config: Config, hooks: Sequence[Hook], groups: Groups) -> None:
+    """Repeat failed work of hooks, then log that nothing is left to train. Raises ExportsFailed."""
+    run = RunContext(config, Path(config.run.dir), groups, start.meta.step, last_step(config), beat=lambda doing: None)
+    for hook in hooks:
+        hook.retry_failed(run)
+    if not groups.is_first:
+        return
     LOG.info(
         f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
         "nothing left to do.\n"
         f"To train further raise phases or run.max_steps; to start from scratch set run.dir=FOLDER, "
         f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
     )
-    record_exports(Path(config.run.dir), after_phase.failed)
-    if after_phase.failed:
-        raise ExportsFailed(after_phase.failed)
+    failed = failures_of(hooks)
+    record_exports(Path(config.run.dir), failed)
+    if failed:
+        raise ExportsFailed(failed)
 
 
 def check_unchanged(start: Checkpoint, config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -25,6 +25,7 @@ class StepMetrics:
     validation_by_source: if there are several sources, the losses at the first of these lengths
     evaluation: after `run.evaluate`, its metrics by task, length and name
     layers: with `run.layer_norms`, parameter and gradient norms by layer
+    hooks: numbers that hooks of `run.hooks` have added, by name
 
     The sink adds the `time` in UTC, and writes null for a number that is not finite.
     """
@@ -50,6 +51,12 @@ class StepMetrics:
     validation_by_source: Mapping[str, float] | None = None
     evaluation: Mapping[str, float] | None = None
     layers: Mapping[str, float] | None = None
+    hooks: Mapping[str, float] | None = None
+
+    def adding(self, numbers: Mapping[str, float]) -> StepMetrics:
+        """Return the metrics with a hook's numbers added, by name."""
+        added = {name: float(number) for name, number in numbers.items()}
+        return replace(self, hooks={**(self.hooks or {}), **added})
 
     def line(self) -> dict[str, Any]:
         """Return the values by name. Optional ones are left out if None; the others are always present."""
@@ -61,7 +68,7 @@ class StepMetrics:
 
 
 OPTIONAL = ("learned", "imbalance", "auxiliary", "restarted_lanes", "validation", "validation_by_source", "evaluation")
-OPTIONAL += ("layers",)
+OPTIONAL += ("layers", "hooks")
 REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 

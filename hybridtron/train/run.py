@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,12 +16,14 @@ from hybridtron.device import megatron_context
 from hybridtron.parallel.groups import Groups, barrier, host_pids
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
-from hybridtron.train.after_phase import AfterPhase, Evaluation
+from hybridtron.train.evaluate import HeldOutLoss
 from hybridtron.train.failures import Failures
 from hybridtron.train.finished import check_unchanged, report_finished
+from hybridtron.train.hooks import Hook, failures_of
 from hybridtron.train.logs import RunLog
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import ExportsFailed, open_run_folder, unfinished
+from hybridtron.train.sinks import MetricsWriter
 from hybridtron.train.start import (
     archive_superseded,
     check_fp8,
@@ -37,13 +39,15 @@ LOG = logging.getLogger(__name__)
 START_S = 300.0  # minimum time limit for ranks to join, however short run.timeout is
 
 
-def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluation: Evaluation | None = None) -> None:
+def run(config: Config, requests: StopRequests, hooks: Sequence[Hook] = ()) -> None:
     """Train a configuration to its end, from the newest checkpoint in its run folder if there is one.
 
-    All ranks call this; on the first one the caller must hold the folder's lock. Other ranks neither read nor write the
-    folder until all have joined, since another run may use it until then. A finished run only retries failed exports.
+    `hooks` run beside those that every run has: held-out losses before them, metrics after them. All ranks call this;
+    on the first one the caller must hold the folder's lock. Other ranks neither read nor write the folder until all
+    have joined, since another run may use it until then. A finished run only repeats work of hooks that failed.
     """
     check_fp8(config)
+    hooks = [HeldOutLoss(), *hooks, MetricsWriter()]
     failures = Failures(Path(config.run.dir), launched().rank)
     with deterministic(config.run.deterministic), megatron_context(), RunLog(failures.rank) as log:
         try:
@@ -53,8 +57,7 @@ def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluat
                 check_same_model(start, config)
             if start is not None and start.meta.step >= last_step(config):
                 check_unchanged(start, config)
-                if groups.is_first:
-                    report_finished(start, config, after_phase)
+                report_finished(start, config, hooks, groups)
                 return
             if start is None:
                 initial = given_weights(config)
@@ -70,10 +73,12 @@ def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluat
             barrier()
             log.write_to(failures.run_dir)
             with Watchdog(failures, config.run.timeout) as watchdog, unfinished(failures):
-                work = after_phase, evaluation
-                Trainer(config, failures.run_dir, start, initial, groups, requests, watchdog, *work).fit()
-                if after_phase.failed:
-                    raise ExportsFailed(after_phase.failed)
+                trainer = Trainer(
+                    config, groups, start=start, initial=initial, hooks=hooks, requests=requests, watchdog=watchdog
+                )
+                trainer.fit()
+                if failed := failures_of(hooks):
+                    raise ExportsFailed(failed)
                 if groups.is_first:
                     failures.record("finished")
         finally:

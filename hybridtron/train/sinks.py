@@ -23,6 +23,7 @@ from hybridtron.config.load import to_plain
 from hybridtron.config.schema import Config
 from hybridtron.device import optional_package
 from hybridtron.train.console import ConsoleSink
+from hybridtron.train.hooks import Hook, RunContext, StepContext
 from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import finite
 from hybridtron.train.records import read_lines, write_whole
@@ -137,13 +138,32 @@ SINKS: dict[str, Callable[[SinkStart], Sink | None]] = {
 """Factories of the sinks, by name. A factory returns None for a sink that the run does not use."""
 
 
-class Metrics:
-    """Writes a run's metrics to all its sinks, and appends its decisions to logs/decisions.jsonl."""
+class MetricsWriter(Hook):
+    """Hook that writes metrics to all sinks, and decisions to logs/decisions.jsonl. The first process writes."""
 
-    def __init__(self, run_dir: Path, config: Config, resumed_step: int, last_step: int) -> None:
-        self.decisions = run_dir / "logs" / "decisions.jsonl"
+    def __init__(self) -> None:
         self.sinks: list[Sink] = []
-        self.start(SinkStart(config, run_dir, resumed_step, last_step))
+        self.started: SinkStart | None = None  # None on processes that do not write
+
+    def on_run_start(self, run: RunContext) -> None:
+        if run.groups.is_first:
+            self.start(SinkStart(run.config, run.run_dir, run.resumed_step, run.last_step))
+
+    def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
+        self.write(metrics)
+        return metrics
+
+    def on_decision(self, decision: Decision) -> None:
+        if self.started is None:
+            return
+        with (self.started.run_dir / "logs" / "decisions.jsonl").open("a") as file:
+            file.write(json.dumps(finite(decision.line()), allow_nan=False) + "\n")
+        LOG.warning("step %d %s: %s", decision.step, decision.what.upper(), decision.why)
+        if decision.to is not None:
+            self.start(replace(self.started, resumed_step=decision.to))
+
+    def on_run_end(self, run: RunContext) -> None:
+        self.close()  # before the report of the run's end, which a progress bar would disturb
 
     def start(self, start: SinkStart) -> None:
         """Replace the sinks by new ones that start after `start.resumed_step`."""
@@ -154,16 +174,6 @@ class Metrics:
     def write(self, metrics: StepMetrics) -> None:
         for sink in self.sinks:
             sink.write(metrics)
-
-    def decide(self, decision: Decision) -> None:
-        """Append a decision to logs/decisions.jsonl, and log it as a warning."""
-        with self.decisions.open("a") as file:
-            file.write(json.dumps(finite(decision.line()), allow_nan=False) + "\n")
-        LOG.warning("step %d %s: %s", decision.step, decision.what.upper(), decision.why)
-
-    def roll_back(self, step: int) -> None:
-        """Restart the sinks after a rollback to this step."""
-        self.start(replace(self.started, resumed_step=step))
 
     def close(self) -> None:
         while self.sinks:

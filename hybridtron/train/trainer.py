@@ -1,11 +1,14 @@
-"""The training loop: phases, steps, evaluations, checkpoints. It does not depend on the mixers or the layout."""
+"""The training loop: phases, steps, checkpoints, and the points at which hooks run (`train/hooks.py`).
+
+It does not depend on the mixers or the layout.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -24,73 +27,68 @@ from hybridtron.data.loader import Loader, build_loader
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, all_reduce_max, barrier
 from hybridtron.train import rollback
-from hybridtron.train.after_phase import AfterPhase, Evaluation
 from hybridtron.train.engines import Engines
-from hybridtron.train.evaluate import evaluated
+from hybridtron.train.hooks import Hook, RunContext, StepContext
 from hybridtron.train.lr import learning_rate, weight_decay
-from hybridtron.train.metrics import StepMetrics
+from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.phase_work import PhaseWork
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.profile import most_memory_gib, profiled
+from hybridtron.train.report import announce_end, announce_reading, announce_run, sample_report
 from hybridtron.train.rollback import Rollback, RollbackRequested
 from hybridtron.train.run_folder import Preempted
-from hybridtron.train.sample import sample_report
-from hybridtron.train.sinks import Metrics
 from hybridtron.train.skipped_data import SkippedData
 from hybridtron.train.start import candidates, check_same_data, weights_of
-from hybridtron.train.startup_report import announce_end, announce_reading, announce_run
 from hybridtron.train.watchdog import Watchdog
 
 LOG = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains a run, on one process or as one rank of several. Only the first rank logs and writes metrics."""
+    """Trains a run, on one process or as one rank of several. Only the first rank logs.
+
+    `start` is the checkpoint to resume from, and `initial` the one that `run.weights` names.
+    """
 
     def __init__(
         self,
         config: Config,
-        run_dir: Path,
-        start: Checkpoint | None,
-        given: Checkpoint | None,
         groups: Groups,
+        *,
+        start: Checkpoint | None,
+        initial: Checkpoint | None,
+        hooks: Sequence[Hook],
         requests: StopRequests,
         watchdog: Watchdog,
-        after_phase: AfterPhase,
-        evaluation: Evaluation | None = None,
     ) -> None:
         self.config = config
-        self.run_dir = run_dir
+        self.run_dir = run_dir = Path(config.run.dir)
         self.groups = groups
-        self.phases, self.last = resolve(config), last_step(config)
+        self.phases = resolve(config)
+        self.last = last_step(config)
+        self.hooks = hooks
         self.requests = requests
         self.watchdog = watchdog
-        self.after_phase = after_phase
-        self.evaluation = evaluation
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
         self.engines = Engines(config, groups)
-        if given is not None:
-            check_given(given, groups, "run.weights")
-        if start is None:
-            self.engines.build(0, None if given is None else weights_of(given, self.phases[0].model, config.run.seed))
-        if start is None:
-            self.start = None
-        else:
+        if initial is not None:
+            check_given(initial, groups, "run.weights")
+        self.start: Checkpoint | None = None
+        self.resume_step = 0  # done at this start or rollback
+        self.skipped_data = SkippedData()
+        if start is not None:
             self.start = self.restored(candidates(start, config))
-        # done at this start or rollback
-        if self.start is None:
-            self.resume_step = 0
-        else:
             self.resume_step = self.start.meta.step
-        self.rollback = Rollback(config, run_dir, self.start)
-        if self.start is None:
-            self.skipped_data = SkippedData()
-        else:
             self.skipped_data = SkippedData(self.start.meta.windows)
+        elif initial is not None:
+            self.engines.build(0, weights_of(initial, self.phases[0].model, config.run.seed))
+        else:
+            self.engines.build(0)
+        self.rollback = Rollback(config, run_dir, self.start)
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step
-        self.saver = Saver(config, run_dir, groups, config.run.timeout)
+        self.saver = Saver(config, run_dir, groups, patience_s=config.run.timeout, on_written=self.report_checkpoint)
         if (
             self.saver.mirror is not None
             and self.start is not None
@@ -112,12 +110,17 @@ class Trainer:
         """Train all remaining steps, and roll back whenever training has failed. Raises Preempted on demand."""
         if self.groups.is_first:
             announce_run(self.config, self.engine, self.resume_step, self.last)
-        is_first = self.groups.is_first
-        if is_first:
-            self.metrics = Metrics(self.run_dir, self.config, self.resume_step, self.last)
-        else:
-            self.metrics = None
+        self.run = RunContext(
+            self.config,
+            self.run_dir,
+            self.groups,
+            resumed_step=self.resume_step,
+            last_step=self.last,
+            beat=self.watchdog.beat,
+        )
         try:
+            for hook in self.hooks:
+                hook.on_run_start(self.run)
             trained = False
             while not trained:
                 try:
@@ -125,23 +128,24 @@ class Trainer:
                     trained = True
                 except RollbackRequested as request:
                     self.roll_back(request)
+            self.saver.finish()
+            for hook in self.hooks:
+                hook.on_run_end(self.run)
         finally:
-            if self.metrics is not None:
-                self.metrics.close()
-        self.saver.finish()
+            for hook in self.hooks:
+                hook.close()
         if self.saver.mirror is not None:
             self.watchdog.beat("the last copy of a checkpoint to checkpoint.mirror")
             self.saver.mirror.finish()
-        if is_first:
+        if self.groups.is_first:
             self.report_end(checkpoints.folder_of(self.run_dir, self.last))
 
     def train_phases(self) -> None:
-        """Train the remaining steps of each phase, in order, and do the work after each."""
+        """Train the remaining steps of each phase, in order."""
         for phase in self.phases:
             if phase.end_step > self.resume_step and phase.start_step < self.last:
                 self.load_phase_start(phase)
                 self.train_phase(phase)
-            self.run_after_phase(min(phase.end_step, self.last))
 
     def resumes_within(self, phase: ResolvedPhase) -> bool:
         """Return True if some of the phase's steps were done before this start or rollback."""
@@ -161,15 +165,6 @@ class Trainer:
         self.start = self.restored([border])
         self.resume_step = phase.start_step
 
-    def run_after_phase(self, step: int) -> None:
-        """Run the work after each phase on the first process, while the others wait; each has `run.timeout`."""
-        for name in self.after_phase.due(step):
-            self.watchdog.beat(f"the work after phase {name}")
-            self.saver.finish()
-            if self.groups.is_first:
-                self.after_phase.run(name, step)
-            barrier()
-
     def train_phase(self, phase: ResolvedPhase) -> None:
         """Train the remaining steps of one phase. It ends with an evaluation and a checkpoint."""
         loader = self.loader_of(phase)
@@ -177,6 +172,7 @@ class Trainer:
         first = max(self.resume_step, phase.start_step)
         last = min(self.last, phase.end_step)
         save_every = parse_steps(self.config.checkpoint.every, phase.settings.tokens_per_step)
+        evaluate_every = parse_steps(self.config.run.eval_every, phase.settings.tokens_per_step)
         due = False
         with closing(self.read(loader, phase, first, last)) as steps:
             for step in range(first + 1, last + 1):
@@ -186,9 +182,13 @@ class Trainer:
                 with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, phase, batches, waiting_since)
                 self.check_saved()
-                inputs = self.engine, loader.sources, phase, self.evaluation, self.watchdog.beat
-                metrics = evaluated(metrics, step == last, *inputs)
-                self.report(metrics)
+                context = StepContext(self.run, phase, self.engine, loader, step, batches)
+                if step == last or step % evaluate_every == 0:
+                    for hook in self.hooks:
+                        metrics = hook.on_evaluation(context, metrics)
+                for hook in self.hooks:
+                    metrics = hook.on_step(context, metrics)
+                self.record_progress(metrics)
                 refused = self.engine.guard.refused
                 rollback.check_refused(step, step == self.last, self.engine.guard, self.config.optim)
                 stop = self.requests.agreed(all_reduce_max)
@@ -202,6 +202,9 @@ class Trainer:
                 if stop and step < self.last:
                     self.saver.finish()
                     raise Preempted(step, stop)
+        self.saver.settle()
+        for hook in self.hooks:
+            hook.on_phase_end(StepContext(self.run, phase, self.engine, loader, last))
 
     def enter_phase(self, phase: ResolvedPhase, loader: Loader) -> None:
         """Prepare the engine for a phase, from its start or from the middle that a checkpoint was written at."""
@@ -214,21 +217,16 @@ class Trainer:
             self.engine.guard.restart()
         elif self.engine.carrier is not None and self.start is not None:
             restore_states(self.engine.carrier, self.groups, self.start)
-        if self.evaluation is None:
-            left_out = []
-        else:
-            left_out = self.evaluation.begin(phase, loader.sources)
+        step = max(self.resume_step, phase.start_step)
+        for hook in self.hooks:
+            hook.on_phase_start(StepContext(self.run, phase, self.engine, loader, step))
         if self.groups.is_first:
             announce_reading(loader, phase)
-            for text in left_out:
-                LOG.info("run.evaluate leaves out %s", text)
         self.masked = loader.sources.masked
         self.work = PhaseWork(self.engine.config, phase.settings.seq_len, self.groups.world_size)
 
-    def report(self, metrics: StepMetrics) -> None:
-        """Write a step's metrics, and update the progress that outcome.json will report."""
-        if self.metrics is not None:
-            self.metrics.write(metrics)
+    def record_progress(self, metrics: StepMetrics) -> None:
+        """Update the progress that outcome.json will report."""
         self.progress.step = metrics.step
         self.progress.loss = metrics.loss
         self.progress.tokens = metrics.tokens
@@ -249,8 +247,8 @@ class Trainer:
             layers = None
         grad_norm, accepted = self.engine.step(lr, weight_decay(self.phases, phase.index, lr))
         self.skipped += not accepted
-        if self.metrics is not None and guard.why is not None:
-            self.metrics.decide(rollback.refusal_event(step, guard, self.engine.mean_loss, grad_norm))
+        if guard.why is not None:
+            self.report_decision(rollback.refusal_event(step, guard, self.engine.mean_loss, grad_norm))
         step_time = time.perf_counter() - asked
         speed = phase.tokens_of(step) / step_time
         tflops, mfu = self.work.rates(speed)
@@ -309,9 +307,17 @@ class Trainer:
         self.resume_step = self.start.meta.step
         times = self.rollback.count(request, self.resume_step)
         self.skipped_data = self.skipped_data.and_failed(self.phases, self.resume_step, request.step)
-        if self.metrics is not None:
-            self.metrics.decide(rollback.rollback_event(request, self.resume_step, times, self.skipped_data))
-            self.metrics.roll_back(self.resume_step)
+        self.report_decision(rollback.rollback_event(request, self.resume_step, times, self.skipped_data))
+
+    def report_decision(self, decision: Decision) -> None:
+        """Pass a decision to the hooks."""
+        for hook in self.hooks:
+            hook.on_decision(decision)
+
+    def report_checkpoint(self, step: int) -> None:
+        """Pass a checkpoint that was written to the hooks."""
+        for hook in self.hooks:
+            hook.on_checkpoint(step, checkpoints.folder_of(self.run_dir, step))
 
     def read(self, loader: Loader, phase: ResolvedPhase, first: int, last: int) -> Generator[list[Batch]]:
         """Yield the micro-batches of each step after `first`, up to `last`, without skipped data."""

@@ -15,7 +15,7 @@ from hybridtron.config.units import parse_tokens
 from hybridtron.train import sinks
 from hybridtron.train.lr import learning_rate
 from tests.train.conftest import Train
-from tests.train.test_metrics import reported
+from tests.train.test_metrics import reported, rolled_back
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -50,7 +50,7 @@ def test_a_sink_sees_resume_and_rollback(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sinks, "SINKS", dict(sinks.SINKS))
     run_code_of("A metrics sink")
     metrics = reported(tmp_path, 1, 2, 3, 4)
-    metrics.roll_back(2)
+    metrics.on_decision(rolled_back(2))
     metrics.close()
     assert _steps(tmp_path) == [1, 2]
     reported(tmp_path, 3, 4, 5, resumed=2).close()

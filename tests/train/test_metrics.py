@@ -21,10 +21,10 @@ from hybridtron.train import console as reporting
 from hybridtron.train import sinks
 from hybridtron.train.console import ConsoleSink
 from hybridtron.train.logs import RunLog
-from hybridtron.train.metrics import StepMetrics
+from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import Progress
-from hybridtron.train.sinks import Metrics
-from hybridtron.train.startup_report import announce_end
+from hybridtron.train.report import announce_end
+from hybridtron.train.sinks import MetricsWriter, SinkStart
 
 STEP = StepMetrics(
     step=10, phase="a", tokens=640, loss=2.5, grad_norm=1.0, lr=1e-3, step_time=0.5, data_wait=0.01,
@@ -78,13 +78,19 @@ def with_package(monkeypatch: pytest.MonkeyPatch, wanted: str, module: object) -
     monkeypatch.setattr(sinks, "optional_package", lambda name: there if wanted in name else absent)
 
 
-def reported(folder: Path, *steps: int, resumed: int = 0, overrides: tuple[str, ...] = ()) -> Metrics:
+def reported(folder: Path, *steps: int, resumed: int = 0, overrides: tuple[str, ...] = ()) -> MetricsWriter:
     """A start of a run that takes these steps."""
     (folder / "logs").mkdir(exist_ok=True)
-    metrics = Metrics(folder, load(["run.name=mine", *overrides]), resumed, last_step=20)
+    metrics = MetricsWriter()
+    metrics.start(SinkStart(load(["run.name=mine", *overrides]), folder, resumed, last_step=20))
     for step in steps:
         metrics.write(replace(STEP, step=step))
     return metrics
+
+
+def rolled_back(to: int) -> Decision:
+    """The record of a rollback to a step."""
+    return Decision(to + 2, "rolled back", "2 steps in a row were refused", to=to)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -117,7 +123,7 @@ def test_tensorboard_gets_every_number(events: Events, tmp_path: Path) -> None:
 
 def test_tensorboard_drops_the_steps_that_are_taken_again(events: Events, tmp_path: Path) -> None:
     metrics = reported(tmp_path, 1, 2, 3, 4)
-    metrics.roll_back(2)
+    metrics.on_decision(rolled_back(2))
     metrics.write(replace(STEP, step=3))
     metrics.close()
     reported(tmp_path, 3, resumed=2).close()
@@ -179,7 +185,7 @@ def test_a_kill_while_the_file_is_cut_back_leaves_it_whole(tmp_path: Path, monke
 
     monkeypatch.setattr(Path, "write_text", killed)
     with pytest.raises(KeyboardInterrupt):
-        Metrics(tmp_path, load(["run.name=mine"]), resumed_step=5, last_step=20)
+        MetricsWriter().start(SinkStart(load(["run.name=mine"]), tmp_path, resumed_step=5, last_step=20))
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 

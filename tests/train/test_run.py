@@ -23,7 +23,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import StepLoss
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.storage.digest import digest_of
-from hybridtron.train.sample import sample_report
+from hybridtron.train.report import sample_report
 from tests.train.conftest import VOCAB, Train
 from tests.train.faults import ending_of, outcome_of
 
@@ -181,7 +181,7 @@ def test_the_sample_at_the_end_says_how_little_was_read(
 ) -> None:
     model = SimpleNamespace(parameters=lambda: iter([torch.zeros(100, 10)]))
     run = SimpleNamespace(sample_prompt="The ", sample_tokens=4)
-    monkeypatch.setattr("hybridtron.train.sample.sample_text", lambda *_: "The end")
+    monkeypatch.setattr("hybridtron.train.report.sample_text", lambda *_: "The end")
     said = sample_report(model, Path("unused"), run, 20)  # type: ignore[arg-type]
     about = "a sample of 4 tokens after 'The '"
     assert said == f"\n{about} (noise is expected: 20 tokens were read, 0.02 for each weight):\nThe end"

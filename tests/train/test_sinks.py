@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_metrics import reported
+from tests.train.test_metrics import reported, rolled_back
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ def test_tensorboard_reads_every_step_once(tmp_path: Path, monkeypatch: pytest.M
     # writers in one second are in order as long as their numbers have one digit, as in a process that trains.
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid._value", 0)
     metrics = reported(tmp_path, 1, 2, 3, 4)
-    metrics.roll_back(2)
+    metrics.on_decision(rolled_back(2))
     metrics.close()
     reported(tmp_path, 3, 4, 5, resumed=2).close()
     read = accumulator.EventAccumulator(str(tmp_path / "logs"))

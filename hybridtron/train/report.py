@@ -1,4 +1,4 @@
-"""Log messages of the first rank: at the start of a run and of each phase, and at the end."""
+"""Log messages of the first rank: at the start of a run and of each phase, and at the end, with a sample of text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from rich.table import Table
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.config.schema import Config
+from hybridtron.config.schema import Config, RunConfig
 from hybridtron.config.units import readable
 from hybridtron.data.loader import Loader
 from hybridtron.data.mixture_spec import reading_plan
+from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.device import describe_device
 from hybridtron.engine.engine import Engine
 from hybridtron.mixers.base import mixer_class
 from hybridtron.mixers.norm import RMSNorm
+from hybridtron.model.generate import Prompts, continued, reader
+from hybridtron.model.lm import LanguageModel
+from hybridtron.model.sampling import Sampling
 from hybridtron.model.stack import Residual
+from hybridtron.model.text import TextOfRow, write
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
 from hybridtron.ops.loss import linear_cross_entropy
@@ -33,7 +38,7 @@ from hybridtron.train.outcome import Progress, clock
 
 LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)
 
-
+SAMPLING = Sampling(temperature=0.8, seed=0)
 LOG = logging.getLogger(__name__)
 
 
@@ -114,3 +119,23 @@ def announce_end(progress: Progress, run_dir: Path, checkpoint: Path) -> None:
         f"  hybridtron evaluate {run_dir}\n"
         f"  hybridtron export {run_dir} --output {run_dir}-hf"
     )
+
+
+def sample_text(model: LanguageModel, checkpoint: Path, prompt: str, new_tokens: int) -> str:
+    """Return the prompt continued by `new_tokens` generated tokens, with the tokenizer in the checkpoint folder."""
+    tokenizer = read_tokenizer((checkpoint / "tokenizer.json").read_bytes())
+    ids = tokenizer.encode(prompt).ids
+    text = TextOfRow(tokenizer.decode, new_tokens, before=ids)
+    prompts = Prompts.of([ids], next(model.parameters()).device)
+    write([text], continued(reader(model), prompts, SAMPLING), lambda row, new: None)
+    return tokenizer.decode(ids) + text.text
+
+
+def sample_report(model: LanguageModel, checkpoint: Path, run: RunConfig, tokens: int) -> str:
+    """Format the sample at the end of a run, with a note if the model has read fewer tokens than it has weights."""
+    text = sample_text(model, checkpoint, run.sample_prompt, run.sample_tokens)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    note = ""
+    if tokens < parameters:
+        note = f" (noise is expected: {readable(tokens)} tokens were read, {tokens / parameters:.2g} for each weight)"
+    return f"\na sample of {run.sample_tokens} tokens after {run.sample_prompt!r}{note}:\n{text}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridtron.ops.registry import OPS
-from hybridtron.train.startup_report import ops_of
+from hybridtron.train.report import ops_of
 from tests.conftest import small_config
 
 LOSS = {"linear_cross_entropy", "softmax_sums", "softmax_gradients"}

@@ -137,6 +137,7 @@ FORMS: tuple[tuple[str, ...], ...] = (
     ("tasks", "show", "TASK", "data=PATH", "--length", "256"),
     ("tasks", "show", "TASK", "--length", "256", "--tokenizer", "PATH"),
     ("tasks", "write", "TASK", "--length", "NUMBER", "--output", "PATH", "--evaluation", "2"),
+    ("replay", "PATH", "--batch", "TEXT"),
     ("plot", "PATH"),
     ("plot", "run", "--output", "PATH"),
     ("sweep", "PATH", "--plan"),

@@ -31,6 +31,7 @@ COMMANDS = {
     "tasks write": ("tasks:write_main", "samples of tasks as jsonl, for evaluation and for training"),
     "evaluate": ("evaluate:main", "tasks, perplexity and length generalization of checkpoints"),
     "sweep": ("sweep:main", "a grid of training runs, and one table of them"),
+    "replay": ("replay:main", "a refused step of a run again, as it computes and with reference ops"),
     "plot": ("plot:main", "a picture of a run's losses"),
     "checkpoint": ("checkpoint:main", "list, verify, diff, reshard or fetch checkpoints"),
     "export": ("convert:export_main", "a checkpoint to the format of Hugging Face"),

@@ -32,10 +32,11 @@ from pathlib import Path
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
+from hybridtron.config.schema import Config
 from hybridtron.config.weights import lacking_weights
 from hybridtron.data.check_vocabulary import vocabulary_warnings
 from hybridtron.data.problems import data_problems
-from hybridtron.problems import ConfigError
+from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.failures import FailedElsewhere
 from hybridtron.train.hooks import load_hooks
 from hybridtron.train.lock import RunLock
@@ -55,14 +56,15 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = load(arguments)
-        hooks, hook_problems = load_hooks(config.run.hooks)
+        hooks, named_problems = load_hooks(config.run.hooks)
+        named_problems += op_problems(config)
         if config.run.plan:
             require(config)
             print_timetable(config)
-            if problems := hook_problems + data_problems(config):
+            if problems := named_problems + data_problems(config):
                 raise ConfigError(problems)
             return 0
-        problems = check(config, launched().world_size) + hook_problems
+        problems = check(config, launched().world_size) + named_problems
         if problems := problems + lacking_weights(config) + data_problems(config):
             raise ConfigError(problems)
         first = launched().rank == 0
@@ -89,6 +91,15 @@ def main(arguments: list[str]) -> int:
             report_to_torchrun(str(end))
         return EXIT_CODES[type(end)]
     return 0
+
+
+def op_problems(config: Config) -> list[Problem]:
+    """List the problems of `run.force_ops`. Imports torch only if it is set."""
+    if not config.run.force_ops:
+        return []
+    from hybridtron.ops.registry import force_problems
+
+    return force_problems(config.run.force_ops)
 
 
 def report_to_torchrun(reason: str) -> None:

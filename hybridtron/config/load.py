@@ -55,6 +55,7 @@ _Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),),
 ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a Python keyword can't name a field
 CONFIGS = shipped("configs")
 NO_NAME = ": write `run: {name: NAME}` into the recipe, or give run.name=NAME; the run's folder is called so"
+FREE_NAMES = ("cluster.environment.", "run.force_ops.")  # mappings whose names the schema does not know
 RENAMED = {"of_weights": "from_checkpoint"}  # former names of choices
 
 
@@ -198,7 +199,7 @@ def _recipe_meant(configs: Path, text: str) -> str | None:
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     """Apply one `key=value` to the configuration. Returns a problem if the key or the value is wrong, else None."""
     _begin_sections(config, key.rpartition(".")[0])
-    open_ended = any(part in key for part in (".layers.", ".mixture", "cluster.environment."))
+    open_ended = any(part in key for part in (".layers.", ".mixture")) or f"{key}.".startswith(FREE_NAMES)
     if not open_ended and (problem := unknown_key(config, key)):
         return problem
     try:

@@ -241,6 +241,11 @@ class RunConfig:
     layer_norms: bool = False  # per-layer norms of parameters and gradients in the metrics
     profile: Annotated[list[int], at_least(1)] = field(default_factory=list)  # steps to trace, e.g. [10,11]
     wandb: str | None = None  # project name at Weights & Biases; null: not used
+    # implementations of ops by the op's name, to search for a fault: {"*": reference} for all, which is very slow, or
+    # {selective_scan: reference} (docs/debugging.md)
+    force_ops: dict[str, str] = field(default_factory=dict)
+    # refused steps whose batches are kept in the run's folder for `hybridtron replay`: the newest ones; 0: none
+    keep_refused: Annotated[int, at_least(0)] = 8
     # your classes that run beside training (docs/extending.md): MODULE.CLASS, or {MODULE.CLASS: {OPTION: VALUE}}; not
     # read from configurations that runs have stored
     hooks: list[Any] = field(default_factory=list)

@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -31,6 +31,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 NONE_FORCED: dict[str, str] = {}
 _forced: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forced", default=NONE_FORCED)
+_forced_on_all_threads: dict[str, str] = {}
 
 Observer = Callable[["Op[Any, Any]", Any], object]
 _observers: contextvars.ContextVar[tuple[Observer, ...]] = contextvars.ContextVar("observers", default=())
@@ -127,15 +128,21 @@ class Op(Generic[Inputs, Outputs]):
 
     def selected(self, inputs: Inputs) -> Implementation[Inputs, Outputs]:
         """Return the implementation that runs for these inputs."""
-        forced = _forced.get()
-        name = forced.get(self.name) or forced.get("*")
-        if name is not None:
+        if (name := self.forced) is not None:
             return self.named(name)
         device = device_of(inputs)
         for implementation in self.implementations:
             if implementation.unavailable_reason(device) is None and implementation.unsupported_reason(inputs) is None:
                 return implementation
         return self.reference
+
+    @property
+    def forced(self) -> str | None:
+        """Name of the implementation that `force` or `force_on_all_threads` demands; None if neither does."""
+        for names in (_forced.get(), _forced_on_all_threads):
+            if (name := names.get(self.name) or names.get("*")) is not None:
+                return name
+        return None
 
     def named(self, name: str) -> Implementation[Inputs, Outputs]:
         """Return the implementation with this name; raise ValueError if there is none."""
@@ -149,6 +156,8 @@ class Op(Generic[Inputs, Outputs]):
 
     def choice(self, device: str) -> tuple[str, str]:
         """Return the name of the implementation tried first on a device, and the reason in words."""
+        if (name := self.forced) is not None:
+            return name, "forced"
         skipped: dict[str, list[str]] = {}
         for implementation in self.implementations:
             reason = implementation.unavailable_reason(device)
@@ -175,22 +184,37 @@ def _listed(names: list[str]) -> str:
 
 
 def anything_forced() -> bool:
-    """Return True inside `force`.
+    """Return True inside `force` and `force_on_all_threads`.
 
     Code that replaces several ops by one fused function must not run then.
     """
-    return bool(_forced.get())
+    return bool(_forced.get() or _forced_on_all_threads)
 
 
 @contextlib.contextmanager
 def force(everything: str | None = None, /, **implementations: str) -> Iterator[None]:
-    """Run named implementations inside the block: `force("reference")`, or `force(selective_scan="chunked")`."""
+    """Run named implementations inside the block: `force("reference")`, or `force(selective_scan="chunked")`.
+
+    It holds on this thread alone. A backward pass on a GPU has threads of its own.
+    """
     wanted = {**_forced.get(), **({"*": everything} if everything else {}), **implementations}
     token = _forced.set(wanted)
     try:
         yield
     finally:
         _forced.reset(token)
+
+
+@contextlib.contextmanager
+def force_on_all_threads(implementations: Mapping[str, str]) -> Iterator[None]:
+    """Run these implementations of ops inside the block, by the op's name, or `*` for all other ops."""
+    before = dict(_forced_on_all_threads)
+    _forced_on_all_threads.update(implementations)
+    try:
+        yield
+    finally:
+        _forced_on_all_threads.clear()
+        _forced_on_all_threads.update(before)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hybridtron.ops.attention import attention
@@ -23,6 +24,7 @@ from hybridtron.ops.sparse import sparse_attention
 from hybridtron.ops.ssd import decay_scan, ssd_scan
 from hybridtron.ops.swiglu import swiglu
 from hybridtron.ops.turns import angles, turn_pairs
+from hybridtron.problems import Problem, did_you_mean
 
 OPS: dict[str, Op[Any, Any]] = {
     op.name: op
@@ -38,6 +40,32 @@ OPS: dict[str, Op[Any, Any]] = {
 def choices(device: str) -> list[tuple[str, str, str]]:
     """Return (op, implementation, reason) for every op, for the table at the start of a run."""
     return [(name, *op.choice(device)) for name, op in OPS.items()]
+
+
+def force_problems(implementations: Mapping[str, str], device: str | None = None) -> list[Problem]:
+    """List the faults of `run.force_ops`: unknown ops and implementations, and those that can't run on a device.
+
+    `*` stands for all ops, of which each has only `reference`. Without a device, any is right.
+    """
+    key = "run.force_ops"
+    problems = []
+    for name, wanted in implementations.items():
+        if name == "*":
+            names: dict[str, str | None] = {"reference": None}
+        elif name in OPS:
+            every = (OPS[name].reference, *OPS[name].implementations)
+            names = {each.name: device and each.unavailable_reason(device) for each in every}
+        else:
+            cure = f"name one of {', '.join(OPS)}, or * for all"
+            problems.append(Problem(f"{key}.{name}", "unknown-name", f"is no op{did_you_mean(name, OPS)}: {cure}"))
+            continue
+        if wanted not in names:
+            fault = f"is {wanted!r}{did_you_mean(wanted, names)}, must be one of {', '.join(names)}"
+            problems.append(Problem(f"{key}.{name}", "unknown-name", fault))
+        elif (reason := names[wanted]) is not None:
+            fault = f"is {wanted}, which can't run here ({reason}): reference runs everywhere"
+            problems.append(Problem(f"{key}.{name}", "unavailable", fault))
+    return problems
 
 
 def torch_alone() -> dict[str, str]:

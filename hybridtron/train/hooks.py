@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hybridtron.data.loader import Loader
     from hybridtron.engine.engine import Engine
     from hybridtron.parallel.groups import Groups
+    from hybridtron.train.skipped_data import BatchKey
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class StepContext:
     """A point in a phase as hooks see it.
 
     step: the last step that was trained, counted over the run
-    batches: the micro-batches of that step on this process; none where a phase starts
+    batches, data: the micro-batches of that step on this process, and the key of the global batch; none at a phase's
+        start and end
     """
 
     run: RunContext
@@ -70,6 +72,7 @@ class StepContext:
     loader: Loader
     step: int
     batches: Sequence[Batch] = ()
+    data: BatchKey | None = None
 
     @property
     def ends_phase(self) -> bool:

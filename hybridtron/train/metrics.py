@@ -80,6 +80,7 @@ class Decision:
     loss, norm: the refused step's loss and gradient norm, null if not finite
     limit: the largest norm that would have been accepted, null if there is no limit
     in_a_row: how many consecutive steps were refused
+    data: the refused step's batch, as (phase, data step)
     to: the step that the run rolled back to
     times: how often it has rolled back to this checkpoint
     windows: all skipped data ranges so far, as (phase, first, end)
@@ -92,6 +93,7 @@ class Decision:
     norm: float | None = None
     limit: float | None = None
     in_a_row: int | None = None
+    data: Sequence[int] | None = None
     to: int | None = None
     times: int | None = None
     windows: Sequence[Sequence[int]] | None = None

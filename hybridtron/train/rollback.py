@@ -17,7 +17,7 @@ from hybridtron.checkpoint.finite import NotFinite
 from hybridtron.config.schema import Config, OptimConfig
 from hybridtron.engine.guard import Guard
 from hybridtron.train.metrics import Decision
-from hybridtron.train.skipped_data import SkippedData
+from hybridtron.train.skipped_data import BatchKey, SkippedData
 from hybridtron.train.start import candidates
 
 MOST_TIMES = 3  # rollbacks to the same checkpoint
@@ -102,10 +102,10 @@ def _advice(optim: OptimConfig) -> str:
     )
 
 
-def refusal_event(step: int, guard: Guard, loss: float, norm: float) -> Decision:
+def refusal_event(step: int, guard: Guard, loss: float, *, norm: float, data: BatchKey) -> Decision:
     """Build the decision record of a refused step."""
     assert guard.why is not None
-    return Decision(step, "refused", guard.why, loss, norm, guard.limit, guard.refused)
+    return Decision(step, "refused", guard.why, loss, norm, guard.limit, in_a_row=guard.refused, data=data)
 
 
 def rollback_event(request: RollbackRequested, to: int, times: int, skipped: SkippedData) -> Decision:

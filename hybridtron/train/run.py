@@ -13,6 +13,7 @@ from hybridtron.config.resolve import last_step, resolve
 from hybridtron.config.schema import Config
 from hybridtron.determinism import deterministic
 from hybridtron.device import megatron_context
+from hybridtron.ops.dispatch import force_on_all_threads
 from hybridtron.parallel.groups import Groups, barrier, host_pids
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
@@ -22,10 +23,12 @@ from hybridtron.train.finished import check_unchanged, report_finished
 from hybridtron.train.hooks import Hook, failures_of
 from hybridtron.train.logs import RunLog
 from hybridtron.train.preempt import StopRequests
+from hybridtron.train.refused import RefusedBatches
 from hybridtron.train.run_folder import ExportsFailed, open_run_folder, unfinished
 from hybridtron.train.sinks import MetricsWriter
 from hybridtron.train.start import (
     archive_superseded,
+    check_forced_ops,
     check_fp8,
     check_same_model,
     check_same_weights,
@@ -47,9 +50,15 @@ def run(config: Config, requests: StopRequests, hooks: Sequence[Hook] = ()) -> N
     have joined, since another run may use it until then. A finished run only repeats work of hooks that failed.
     """
     check_fp8(config)
-    hooks = [HeldOutLoss(), *hooks, MetricsWriter()]
+    check_forced_ops(config)
+    hooks = [HeldOutLoss(), *hooks, RefusedBatches(), MetricsWriter()]
     failures = Failures(Path(config.run.dir), launched().rank)
-    with deterministic(config.run.deterministic), megatron_context(), RunLog(failures.rank) as log:
+    with (
+        deterministic(config.run.deterministic),
+        force_on_all_threads(config.run.force_ops),
+        megatron_context(),
+        RunLog(failures.rank) as log,
+    ):
         try:
             groups = join_ranks(config, failures)
             start = starting_point(config)

@@ -14,6 +14,13 @@ from typing import NamedTuple
 from hybridtron.config.resolve import ResolvedPhase
 
 
+class BatchKey(NamedTuple):
+    """Key of a step's global batch: its phase, and its data step in the phase."""
+
+    phase: int
+    step: int
+
+
 class SkippedRange(NamedTuple):
     """Skipped data steps of a phase: from `first` to before `end`."""
 

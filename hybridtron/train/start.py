@@ -28,7 +28,9 @@ from hybridtron.config.resolve import ResolvedPhase, phase_ending_at, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import BEST, folder_of
 from hybridtron.data.loader import Fingerprint
+from hybridtron.device import compute_device
 from hybridtron.model.init import starting_value
+from hybridtron.ops.registry import force_problems
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
 
@@ -198,6 +200,12 @@ def check_fp8(config: Config) -> None:
         precision = phase.precision
         if precision.name in FP8_MULTIPLES and not precision.emulate and (fault := fp8_fault(precision.name)):
             raise ConfigError([needs(precision, f"transformer_engine and a Hopper or newer GPU ({fault})")])
+
+
+def check_forced_ops(config: Config) -> None:
+    """Raise ConfigError if `run.force_ops` names what this process's device can't run."""
+    if problems := force_problems(config.run.force_ops, compute_device().type):
+        raise ConfigError(problems)
 
 
 def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, found: Fingerprint) -> list[Problem]:

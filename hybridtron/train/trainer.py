@@ -37,7 +37,7 @@ from hybridtron.train.profile import most_memory_gib, profiled
 from hybridtron.train.report import announce_end, announce_reading, announce_run, sample_report
 from hybridtron.train.rollback import Rollback, RollbackRequested
 from hybridtron.train.run_folder import Preempted
-from hybridtron.train.skipped_data import SkippedData
+from hybridtron.train.skipped_data import BatchKey, SkippedData
 from hybridtron.train.start import candidates, check_same_data, weights_of
 from hybridtron.train.watchdog import Watchdog
 
@@ -182,7 +182,8 @@ class Trainer:
                 with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, phase, batches, waiting_since)
                 self.check_saved()
-                context = StepContext(self.run, phase, self.engine, loader, step, batches)
+                data = self.batch_key(step, phase)
+                context = StepContext(self.run, phase, self.engine, loader, step, batches, data)
                 if step == last or step % evaluate_every == 0:
                     for hook in self.hooks:
                         metrics = hook.on_evaluation(context, metrics)
@@ -248,7 +249,8 @@ class Trainer:
         grad_norm, accepted = self.engine.step(lr, weight_decay(self.phases, phase.index, lr))
         self.skipped += not accepted
         if guard.why is not None:
-            self.report_decision(rollback.refusal_event(step, guard, self.engine.mean_loss, grad_norm))
+            data = self.batch_key(step, phase)
+            self.report_decision(rollback.refusal_event(step, guard, self.engine.mean_loss, norm=grad_norm, data=data))
         step_time = time.perf_counter() - asked
         speed = phase.tokens_of(step) / step_time
         tflops, mfu = self.work.rates(speed)
@@ -272,6 +274,10 @@ class Trainer:
             restarted_lanes=self.engine.restarted_lanes,
             layers=layers,
         )
+
+    def batch_key(self, step: int, phase: ResolvedPhase) -> BatchKey:
+        """Return the key of the batch that a step of the run reads."""
+        return BatchKey(phase.index, self.skipped_data.data_step(phase.index, step - phase.start_step - 1))
 
     def save(self, step: int, loader: Loader, metrics: StepMetrics) -> None:
         """Write the checkpoint of a step. Raises RollbackRequested if a value in it is not finite."""

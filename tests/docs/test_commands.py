@@ -55,6 +55,7 @@ ONLY_PARSED = {  # by how a command begins
     "import ema-hf": TUTORIAL,
     "inspect recipe=ema": TUTORIAL,
     "inspect recipe=mine": "test_the_example_of_a_recipe_trains",
+    "replay": "a refused step: tests/train/test_refused.py",
     "rehearse": "a process of its own: tests/rehearse",
     "submit": "needs SLURM; with --dry-run it is run",
     "sweep": "minutes, and starts processes: tests/sweep",

@@ -156,10 +156,6 @@ class HeadsSpec(MixerSpec):
     def exported_options(self, model: ModelSizes) -> dict[str, Any]:
         return super().exported_options(model) | {"kv_heads": self.groups(), "head_dim": self.head(model)}
 
-    @property
-    def keeps_output(self) -> bool:
-        return not self.gate
-
     def activation_values(self, model: ModelSizes) -> int:
         queries, keys = self.channels(model)
         # q, k, v (once more where a convolution stands between), the output, an fp32 number a head; what a form gathers
@@ -168,11 +164,6 @@ class HeadsSpec(MixerSpec):
         # the gate's projection, its sigmoid and the product; queries and keys before their norm
         beside = 3 * queries * self.gate + (queries + keys) * (self.qk_norm != "none")
         return (queries + 2 * keys) * (2 if self.conv else 1) + unrotated + queries + model.wide * self.heads + beside
-
-    def backward_values(self, model: ModelSizes) -> int:
-        # gradients of the output and of q, k, v; q's once more in fp32, and an fp32 number a head
-        queries, keys = self.channels(model)
-        return (2 + model.wide) * queries + 2 * keys + model.wide * self.heads
 
     def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:
         """Return the state parts: keys and values of `tokens` tokens, their number, and the convolutions' last
@@ -257,12 +248,6 @@ class AttentionSpec(HeadsSpec):
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         num_visible = visible_tokens(seq_len, self.window)
         return super().flops(model, seq_len) | {"attention": 4 * self.channels(model)[0] * num_visible}
-
-    def given_up_values(self, model: ModelSizes) -> int:
-        # keys that are not yet rotated lie beside the values, which here were copied
-        if self.positions is not None:
-            return self.channels(model)[1]
-        return 0
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         return self.carried_heads(model, None if self.window is None else self.window - 1)

@@ -130,7 +130,8 @@ class StatePart(Sharded):
     The real tensor's first axis is the lane; `shape` and the cuts' axes do not count it. None in a shape grows with
     the tokens seen (keys of full attention). `parts` are sizes fused along the last axis. `handed` says which `kv`
     data later sequence shards (`parallel/context.py`) receive, if it is not a window: the full row before them, the
-    sets that all earlier shards would carry, a running sum, the last tokens, or an all-reduced table.
+    sets that all earlier shards would carry, a running sum, the last tokens, or an all-reduced table. `transition` is
+    the number of values by which a shard multiplies the recurrent state before it, sent beside its own state.
     """
 
     kind: Literal["ssm", "conv", "kv"]
@@ -139,6 +140,7 @@ class StatePart(Sharded):
     heads: int = 1  # equal runs of the first axis with separate statistics (for states drawn as noise)
     parts: tuple[int, ...] = ()
     handed: Literal["row", "sets", "sum", "tail", "table"] | None = None
+    transition: int = 0
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
         size = self.shape[axis]
@@ -162,6 +164,7 @@ class ModelSizes:
     nth_of_kind: int = 0
     layers_of_kind: int = 1
     wide: int = 2  # size of an fp32 value, in units of the compute type
+    tensor: int = 1  # tensor-parallel ranks that keep a mixer's activations together, for counting these
 
     def at(self, layer: int, kinds: Sequence[str]) -> ModelSizes:
         """Return the sizes for one layer of a model with layers of these kinds."""
@@ -202,42 +205,17 @@ class MixerSpec(PlaceSpec, ABC):
                 parts["projections" if is_projection else "conv"] += 2 * weight.size
         return {**parts}
 
-    @property
-    def keeps_output(self) -> bool:
-        """True if an op also saves the last projection's input for its own backward pass."""
-        return False
-
     @abstractmethod
     def activation_values(self, model: ModelSizes) -> int:
-        """Values per token that the forward pass keeps for the backward pass (estimate; window-free)."""
+        """Return the values per token kept from the forward to the backward pass: an estimate, over all tensor ranks.
 
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        """Of these, how many each of several tensor-parallel ranks keeps whole."""
-        return 0
-
-    def backward_values(self, model: ModelSizes) -> int:
-        """Values per token that the backward pass has made, at its most, less what it needs no more (estimate)."""
-        return 0
-
-    def read_values(self, model: ModelSizes) -> int:
-        """Values per token that a recurrence reads. A share of a row runs it twice: the gradients of one run wait."""
-        return 0
-
-    def run_values(self, model: ModelSizes) -> int:
-        """Values per token that a run of the recurrence keeps besides; a share of a row has two runs."""
-        return 0
-
-    def given_up_values(self, model: ModelSizes) -> int:
-        """Values per token that are not kept where a share's keys and values are put behind those before it."""
-        return 0
+        fp32 values count `model.wide`, values that every tensor-parallel rank keeps whole `model.tensor` times. The
+        mixer's input is counted by the planner.
+        """
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         """Return the state parts that this mixer carries from chunk to chunk; none by default."""
         return {}
-
-    def transition_values(self, model: ModelSizes) -> int:
-        """Values for a row that say what it does to a recurrence's state, besides what it adds."""
-        return 0
 
     def exported_names(self, model: ModelSizes) -> Names:
         """Return the names of the weights in an exported model; by default our own.

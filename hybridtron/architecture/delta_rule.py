@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter
 from hybridtron.architecture.inits import InverseSoftplus, LogUniform
-from hybridtron.architecture.linear_attention import LinearAttentionSpec, kernel_chunk
+from hybridtron.architecture.linear_attention import LinearAttentionSpec
 from hybridtron.limits import above, at_least, disordered
 from hybridtron.problems import Problem
 
@@ -43,7 +43,7 @@ class DeltaRuleSpec(LinearAttentionSpec):
     a_min: Annotated[float, above(0)] = 1.0  # smallest initial -A, the factor of the decays' steps
     a_max: Annotated[float, above(0)] = 16.0  # largest initial -A
 
-    def transition_values(self, model: ModelSizes) -> int:
+    def transition(self, model: ModelSizes) -> int:
         return self.heads * self.head_sizes(model)[0] ** 2
 
     @abstractmethod
@@ -75,20 +75,6 @@ class DeltaRuleSpec(LinearAttentionSpec):
         # q and k of length 1 for every head; steps; in fp32 the decays' input, softplus of it, and their logarithms
         of_length_1 = 2 * self.heads * self.head_sizes(model)[0]
         return super().activation_values(model) + of_length_1 + 3 * self.heads + 3 * model.wide * self.decays(model)
-
-    def backward_values(self, model: ModelSizes) -> int:
-        # at the scan: in fp32 the state before every chunk and the gradient of that after it; of pairs in a chunk two
-        # scores, one of them in fp32, and their gradients; q and k by their decays, k once more, what pairs give both
-        # in fp32, and their gradients; corrections with their gradients, and those of v and of the output, less the
-        # normed output and its product, which are gone; in fp32 three of decays and one of steps
-        key, value = self.head_sizes(model)
-        head_keys = self.heads * key
-        chunk = kernel_chunk(model)
-        states = 2 * head_keys * value // chunk
-        pairs = self.heads * chunk
-        narrow = 3 * pairs + (3 + 2) * head_keys + (4 - 2) * self.channels(model)[1]
-        in_fp32 = states + pairs + 2 * head_keys + 3 * self.decays(model) + self.heads
-        return narrow + model.wide * in_fp32
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from super().problems(model, max_seq_len)

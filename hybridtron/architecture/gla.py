@@ -30,7 +30,7 @@ class GLASpec(LinearAttentionSpec):
     gate_rank: Annotated[int, at_least(1)] = 16  # inner size of the projection to the decays
     gate_divisor: Annotated[float, above(0)] = 16.0  # divisor of the log decays: a larger one forgets less
 
-    def transition_values(self, model: ModelSizes) -> int:
+    def transition(self, model: ModelSizes) -> int:
         return self.channels(model)[0]
 
     def state_shape(self, model: ModelSizes) -> tuple[int, int]:
@@ -57,9 +57,3 @@ class GLASpec(LinearAttentionSpec):
     def activation_values(self, model: ModelSizes) -> int:
         # in fp32 the decays' input and their logarithms; the small projection
         return super().activation_values(model) + 2 * model.wide * self.channels(model)[0] + self.gate_rank
-
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        return self.gate_rank
-
-    def backward_values(self, model: ModelSizes) -> int:
-        return super().backward_values(model) + model.wide * self.channels(model)[0]  # the log decays', in fp32

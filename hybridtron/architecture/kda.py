@@ -58,6 +58,3 @@ class KDASpec(DeltaRuleSpec):
     def activation_values(self, model: ModelSizes) -> int:
         # a sigmoid keeps what it makes, and not the gate's projection
         return super().activation_values(model) - self.channels(model)[1] + 2 * self.rank(model)
-
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        return 2 * self.rank(model)

@@ -21,11 +21,6 @@ from hybridtron.limits import above, at_least, divisors_near
 from hybridtron.problems import Problem, choice
 
 
-def kernel_chunk(model: ModelSizes) -> int:
-    """Return the chunk length of the Triton kernels, which compute one state per chunk in the backward pass."""
-    return 32 if model.wide == 1 else 64
-
-
 @dataclass(frozen=True)
 class LinearAttentionSpec(MixerSpec):
     """Options of linear attention's kinds: heads, projections, convolution and norm."""
@@ -106,20 +101,14 @@ class LinearAttentionSpec(MixerSpec):
         keys, values = self.channels(model)
         return 4 * keys + 7 * values
 
-    def backward_values(self, model: ModelSizes) -> int:
-        # at the scan: gradients of its output, q, k and v; in fp32 the state before every chunk, and the gradient
-        # of that after it
-        keys, values = self.channels(model)
-        states = 2 * keys * values // self.num_key_heads // kernel_chunk(model)
-        return 2 * keys + 2 * values + model.wide * states
-
-    def read_values(self, model: ModelSizes) -> int:
-        keys, values = self.channels(model)
-        return 2 * keys + values
+    @abstractmethod
+    def transition(self, model: ModelSizes) -> int:
+        """Return the number of values that multiply a row's first state."""
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         shape = (self.heads, *self.state_shape(model))
-        parts = {"ssm": StatePart("ssm", shape, "float32", self.heads, cuts=(Cut(0),))}
+        transition = self.transition(model)
+        parts = {"ssm": StatePart("ssm", shape, "float32", self.heads, cuts=(Cut(0),), transition=transition)}
         if self.conv:
             sizes = tuple(size for _, size in self.convolved(model))
             parts["conv"] = StatePart("conv", (self.conv - 1, sum(sizes)), parts=sizes, cuts=(Cut(1),))

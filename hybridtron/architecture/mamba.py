@@ -83,35 +83,14 @@ class MambaSpec(RecurrenceSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         # x and z, conv output, dt, the scan's gated output, the small dt, B, C; an fp32 state every 128 tokens
-        states = self.run_values(model)
-        gated = 0 if self.sparse is None else 2 * self.inner(model)  # what is attended, and its gate
+        states = model.wide * self.inner(model) * self.state // 128
+        gated = 0 if self.sparse is None else 2 * self.inner(model)  # the attended values and their gate
         return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states + gated + self.branch_values(model)
-
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        return self.rank(model) + 2 * self.state + super().whole_values(model, tensor)  # the small dt, B and C
-
-    def backward_values(self, model: ModelSizes) -> int:
-        # at the scan, whose output is gone: gradients of the output, x, dt and z; in fp32 the state before every 16
-        # tokens and its gradient, their two sums over 16 tokens, B and C, their gradients, and these for every 32
-        # channels. Gone is too what sparse attention kept, but for its gate and input, whose gradients wait
-        inner = self.inner(model)
-        in_fp32 = 4 * self.state
-        in_fp32 += (2 * self.inner(model) * self.state + 2 * inner) // 16 + 2 * inner * self.state // 32
-        return (4 - 1) * inner + model.wide * in_fp32 - self.branch_values(model)
-
-    def run_values(self, model: ModelSizes) -> int:
-        return -(-model.wide * self.inner(model) * self.state // 128)  # in fp32, every 128 tokens
-
-    def read_values(self, model: ModelSizes) -> int:
-        return 3 * self.inner(model) + 2 * self.state
-
-    def transition_values(self, model: ModelSizes) -> int:
-        return self.inner(model) * self.state
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         inner = self.inner(model)
         return super().state_parts(model) | {
-            "ssm": StatePart("ssm", (inner, self.state), "float32", cuts=(Cut(0),)),
+            "ssm": StatePart("ssm", (inner, self.state), "float32", cuts=(Cut(0),), transition=inner * self.state),
             "conv": StatePart("conv", (self.conv - 1, inner), cuts=(Cut(1),)),
         }
 

@@ -138,35 +138,17 @@ class Mamba2Spec(RecurrenceSpec):
         # z, x, the convolved x, y and what is made of it; B and C before and after the convolution; dt, beside z and x
         # and alone; without a norm in fp32 the factors of heads that stand for it
         head_values = (2 if self.norm else 4) * self.num_heads(model)
-        mixer_values = 5 * self.inner(model) + 4 * self.groups * self.state + head_values
+        copies = model.tensor if self.groups % model.tensor else 1  # groups that ranks can't share out
+        mixer_values = 5 * self.inner(model) + 4 * copies * self.groups * self.state + head_values
         return mixer_values + self.branch_values(model)
-
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        values = super().whole_values(model, tensor)
-        if self.groups % tensor:  # B and C, as groups can't be shared out, and the scale of their norm in fp32
-            values += 4 * self.groups * self.state + model.wide * self.num_heads(model) // tensor
-        return values
-
-    def backward_values(self, model: ModelSizes) -> int:
-        # at the scan, whose output is gone, also as normed: gradients of the output, z and x; in fp32 the state before
-        # every chunk and its gradient, B's and C's in two parts, and some ten numbers a head
-        chunk = kernel_chunk(self.head_dim, self.state, model)
-        inner = self.inner(model)
-        bc_values = 2 * self.groups * self.state
-        in_fp32 = 2 * inner * self.state // chunk + 10 * self.num_heads(model)
-        return (3 - 2) * inner + 3 * bc_values + model.wide * in_fp32
-
-    def read_values(self, model: ModelSizes) -> int:
-        return self.inner(model) + 2 * self.groups * self.state + self.num_heads(model)
-
-    def transition_values(self, model: ModelSizes) -> int:
-        return self.num_heads(model)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         heads = self.num_heads(model)
         bc_size = self.groups * self.state
         return super().state_parts(model) | {
-            "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, cuts=(Cut(0),)),
+            "ssm": StatePart(
+                "ssm", (heads, self.head_dim, self.state), "float32", heads, cuts=(Cut(0),), transition=heads
+            ),
             "x_conv": StatePart("conv", (self.conv - 1, self.inner(model)), cuts=(Cut(1),)),
             "bc_conv": StatePart(
                 "conv",
@@ -194,15 +176,6 @@ def bc_projection(groups: int, state: int, width: int) -> Parameter:
     size = groups * state
     weight = linear(2 * size, width, parts=(("B", size), ("C", size)))
     return replace(weight, cuts=(Cut(0, unit=state, replicate=True),), partial_gradient=True)
-
-
-def kernel_chunk(head_dim: int, state: int, model: ModelSizes) -> int:
-    """Return the chunk length of SSD's Triton kernels, which compute one state per chunk in the backward pass."""
-    if model.wide == 1:
-        return 32
-    if head_dim <= 64 and state <= 128:
-        return 128
-    return 64
 
 
 def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, InverseSoftplus
-from hybridtron.architecture.mamba2 import CHUNK, bc_projection, kernel_chunk, uneven_heads
+from hybridtron.architecture.mamba2 import CHUNK, bc_projection, uneven_heads
 from hybridtron.limits import above, at_least, at_most, disordered
 from hybridtron.problems import Problem
 
@@ -117,33 +117,13 @@ class Mamba3Spec(MixerSpec):
         groups = 6 * self.groups * self.state
         return (8 if self.norm else 6) * inner + groups + by_head + 2 * model.wide * self.angles
 
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        if self.groups % tensor:
-            groups = 6 * self.groups * self.state
-        else:
-            groups = 0
-        return 2 * model.wide * self.angles + groups
-
-    def backward_values(self, model: ModelSizes) -> int:
-        # at the scan: gradients of its output, of x, and of B and C by head; in fp32 the state before every chunk and
-        # its gradient, and some ten numbers a head
-        chunk = kernel_chunk(self.head_dim, self.state, model)
-        inner = self.inner(model)
-        heads = self.num_heads(model)
-        in_fp32 = 2 * inner * self.state // chunk + 10 * heads
-        return 2 * inner + 2 * heads * self.state + model.wide * in_fp32
-
-    def read_values(self, model: ModelSizes) -> int:
-        return self.inner(model) + 2 * self.num_heads(model) * (self.state + 1)
-
-    def transition_values(self, model: ModelSizes) -> int:
-        return self.num_heads(model) * (1 + 2 * self.angles)
-
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         heads = self.num_heads(model)
         cuts = (Cut(0),)
+        shape = (heads, self.head_dim, self.state)
+        transition = heads * (1 + 2 * self.angles)
         return {
-            "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, cuts=cuts),
+            "ssm": StatePart("ssm", shape, "float32", heads, cuts=cuts, transition=transition),
             "last_B": StatePart("conv", (heads, self.state), cuts=cuts),
             "last_x": StatePart("conv", (heads, self.head_dim), cuts=cuts),
         }

@@ -31,7 +31,7 @@ class RetNetSpec(LinearAttentionSpec):
     expand_v: Annotated[float, above(0)] = 2.0  # value channels of all heads, in multiples of the model's width
     rope_base: Annotated[float, above(1)] = 10000.0  # base of the rotary positions
 
-    def transition_values(self, model: ModelSizes) -> int:
+    def transition(self, model: ModelSizes) -> int:
         return self.heads
 
     def state_shape(self, model: ModelSizes) -> tuple[int, int]:

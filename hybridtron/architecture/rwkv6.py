@@ -116,30 +116,16 @@ class RWKV6Spec(MixerSpec):
         return super().flops(model, seq_len) | {"low_rank": 2 * small, self.kind: scan}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # beside what is whole: k and v in rows, r of the next tokens, z, the gate, the normed output and their product;
-        # in fp32 r, k and v for the token itself, r by bonus, the decays' exponential and their logarithms, the norm's
-        # input and output, three numbers a head
-        wide = 8 * model.width + 3 * self.num_heads(model)
-        return self.whole_values(model, 1) + 7 * model.width + model.wide * wide
-
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        # the difference to the token before, the projections' input, mixes and streams; what is between small matrices.
-        # Less the layer's input, which is counted of every mixer and kept by nothing here
-        return (2 + 2 * len(STREAMS) - 1) * model.width + len(STREAMS) * self.mix_rank + self.decay_rank
-
-    def backward_values(self, model: ModelSizes) -> int:
-        # at the scan: gradients of its output, r, k, v, and in fp32 of the log decays
-        return (4 + model.wide) * model.width
-
-    def read_values(self, model: ModelSizes) -> int:
-        return (3 + model.wide) * model.width  # r, k, v, and the log decays in fp32
-
-    def transition_values(self, model: ModelSizes) -> int:
-        return model.width
+        # the difference to the token before, mixes and streams; k and v in rows, r of the next tokens, z, the gate, the
+        # normed output and their product; in fp32 r, k and v for the token itself, r by bonus, the decays' exponential
+        # and their logarithms, the norm's input and output
+        whole = (1 + 2 * len(STREAMS)) * model.tensor
+        return (whole + 7 + 8 * model.wide) * model.width
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         heads = self.num_heads(model)
-        state = StatePart("ssm", (heads, self.head_dim, self.head_dim), "float32", heads, cuts=(Cut(0),))
+        shape = (heads, self.head_dim, self.head_dim)
+        state = StatePart("ssm", shape, "float32", heads, cuts=(Cut(0),), transition=model.width)
         return {"ssm": state, "shift": last_token(model)}
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:

@@ -57,16 +57,8 @@ class RWKV6ChannelMixSpec(MixerSpec):
         return super().exported_options(model) | {"hidden": self.inner(model)}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # beside what is whole: the key's positive part, its square; the receptance's sigmoid, and the values
-        return self.whole_values(model, 1) + 2 * self.inner(model) + 2 * model.width
-
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        # the difference to the token before, and the inputs of two projections. Less the layer's input, which is
-        # counted of every mixer and kept by nothing here
-        return (3 - 1) * model.width
-
-    def backward_values(self, model: ModelSizes) -> int:
-        return (3 - 1) * self.inner(model)  # gradients of the square, whose values are gone, and of the key
+        # the two projections' inputs; the key's positive part, its square; the receptance's sigmoid, and the values
+        return 2 * self.inner(model) + (2 * model.tensor + 2) * model.width
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         return {"shift": last_token(model)}

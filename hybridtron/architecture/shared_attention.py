@@ -100,13 +100,6 @@ class SharedBlockSpec(HeadsSpec):
         block = 3 * model.width + 3 * self.hidden
         return super().activation_values(model) + block + self.pairs * self.rank
 
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        return super().whole_values(model, tensor) + 2 * model.width + self.pairs * self.rank
-
-    def backward_values(self, model: ModelSizes) -> int:
-        # as an MLP: gradients of the gate's output, whose values are gone, of gate and of up
-        return max(super().backward_values(model), (3 - 1) * self.hidden)
-
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from super().problems(model, max_seq_len)
         if self.norm_after:

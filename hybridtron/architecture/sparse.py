@@ -156,11 +156,11 @@ class SparseOptions:
         return parts
 
     def activation_values(self, sizes: BranchSizes, projected: bool, wide: int) -> int:
-        """Of a token: values and what is attended, and what each group keeps."""
+        """Return the values per token kept by the branch: those attended to, the attended ones, and each group's."""
         return 2 * sizes.inner + sizes.groups * self.group_values(sizes.state, projected, wide)
 
     def group_values(self, state: int, projected: bool, wide: int) -> int:
-        """Keys and queries, of which shared ones are kept already; the scores' MLP in fp32."""
+        """Return those of one group: keys and queries (shared ones are kept already), and in fp32 the scores' MLP."""
         numbers = 4 + (self.keys // len(PATTERNS[self.pattern]) + 64) // 64  # who sees whom, 8 bytes each
         return (4 if projected else 1) * state + 2 * wide * numbers + (6 * wide * state if self.scored else 0)
 
@@ -282,13 +282,6 @@ class RecurrenceSpec(MixerSpec):
         if self.sparse is None:
             return 0
         return self.sparse.activation_values(self.branch_sizes(model), self.projects, model.wide)
-
-    def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        """Of these, what ranks that can't share the groups out all keep."""
-        if self.sparse is None or self.branch_sizes(model).groups % tensor == 0:
-            return 0
-        sizes = self.branch_sizes(model)
-        return sizes.groups * self.sparse.group_values(sizes.state, self.projects, model.wide)
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         if self.sparse is None:

@@ -33,6 +33,3 @@ class SquaredReLUSpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         return 2 * self.hidden  # the positive part, and its square
-
-    def backward_values(self, model: ModelSizes) -> int:
-        return (3 - 1) * self.hidden  # as in RWKV-6's channel mix

@@ -38,7 +38,3 @@ class SwiGLUSpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         return 3 * self.hidden
-
-    def backward_values(self, model: ModelSizes) -> int:
-        # gradients of the gate's output, whose values are gone, of gate and of up
-        return (3 - 1) * self.hidden

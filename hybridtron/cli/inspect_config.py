@@ -34,6 +34,7 @@ from hybridtron.config.load import load
 from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
+from hybridtron.planning.activations import MARGIN
 from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
 from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_phase, plan
@@ -234,7 +235,8 @@ def _memory_table(config: Config, made: Plan) -> Table:
     phase = largest_phase(config).settings
     table = table_of("rank", "layers", "parameters", *MEMORY_PARTS, "total", "in flight", numbers_from=2)
     table.title = (
-        f"GB a device (estimate): {config.precision.name.value}, {phase.micro_batch} x {phase.seq_len} tokens, "
+        f"GB a device (estimate, within {MARGIN:.0%}): {config.precision.name.value}, "
+        f"{phase.micro_batch} x {phase.seq_len} tokens, "
         f"on {made.world_size}: tensor {config.parallel.tensor} x pipeline {config.parallel.pipeline} x "
         f"data {made.data}, {made.micro_batches} micro batches a step"
     )

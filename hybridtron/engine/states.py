@@ -33,7 +33,7 @@ from hybridtron.model.stack import States
 from hybridtron.parallel.context import of_last_share
 from hybridtron.parallel.cut import cut
 from hybridtron.parallel.groups import Groups
-from hybridtron.planning.layer_use import carried_parts
+from hybridtron.planning.states import carried_parts
 
 
 class Carrier:

@@ -23,19 +23,21 @@ BACKWARD_AND_FORWARD = 3
 
 VALUE_BYTES = {Precision.fp32: 4, Precision.bf16: 2} | dict.fromkeys(FP8_MULTIPLES, 2)
 FP32_BYTES = 4
-"""Of a weight or an activation as it is computed with, by precision; and of what is kept in fp32 whatever that is."""
+"""Bytes of a weight or an activation in the computing type, by precision; and of values that stay in fp32."""
 
 LOGITS_BYTES = 2**28
-"""Logits that the loss makes at a time, on one device. Each time costs a sum over the gradient of the head's weight:
-12 bytes of traffic per weight in bf16 against 6 FLOPs per weight and token, so a thousand tokens are too few for a GPU.
+"""Bytes of logits that the loss makes at a time, on one device.
+
+Each time costs a sum over the gradient of the head's weight: 12 bytes of traffic per weight in bf16 against 6 FLOPs per
+weight and token, so a thousand tokens are too few for a GPU.
 """
 
 
 @dataclass(frozen=True)
 class LayerCount:
-    """One residual sub-layer: its mixer, its parameters with its norm's, its forward FLOPs per token by part.
+    """One residual sub-layer: its mixer, its parameters including its norm's, and its forward FLOPs per token by part.
 
-    What places of a letter share counts at the first of them.
+    Weights shared by the places of a letter count at the first of them.
     """
 
     letter: str
@@ -52,7 +54,7 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """The whole model at one sequence length: its sub-layers and what stands around them."""
+    """The whole model at one sequence length: sub-layers, embedding, last norm and head."""
 
     layers: tuple[LayerCount, ...]
     seq_len: int
@@ -86,7 +88,7 @@ class ModelCount:
 
 
 def count(model: ModelConfig, seq_len: int) -> ModelCount:
-    """Parameters and FLOPs of a model whose options are checked."""
+    """Count parameters and FLOPs of a model whose options are checked."""
     arch = architecture(model)
     layers = tuple(
         LayerCount(
@@ -110,19 +112,19 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
 
 
 def _parameters(spec: MixerSpec, sizes: ModelSizes, is_later: bool) -> int:
-    """Of a sub-layer with its norm; without what it shares, where it is a later place of its letter."""
+    """Count a sub-layer's parameters with its norm's; a later place of a letter leaves out the shared ones."""
     own = (weight for weight in spec.parameters(sizes).values() if not (weight.shared and is_later))
     return sizes.width * spec.has_norm + sum(weight.size for weight in own)
 
 
 def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:
-    """Tokens whose logits the loss makes together: as many each time, and the last time at most as many."""
+    """Return how many tokens' logits the loss makes at a time; the last time at most as many."""
     most = max(1, LOGITS_BYTES // (vocabulary * value_bytes))
     return -(-tokens // -(-tokens // most))
 
 
 def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int, learns: bool = True) -> int:
-    """What the loss holds of this many tokens and of the vocabulary of one device.
+    """Return the bytes that the loss holds for these tokens and one device's part of the vocabulary.
 
     The gradient of the head's weight, if it learns, is added up in fp32 where it is made in several parts. It is
     narrowed after the last of them, when no logits are left.
@@ -139,12 +141,12 @@ def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int, learn
 
 
 def moment_bytes(precision: PrecisionConfig) -> int:
-    """Of an entry of the state that an optimizer keeps of a weight."""
+    """Return the bytes of one entry of an optimizer's state."""
     return VALUE_BYTES[Precision(precision.moments)]
 
 
 def gradient_bytes(precision: PrecisionConfig, weight_is_fp32: bool) -> int:
-    """Of an entry of a weight's gradient, as it is added up."""
+    """Return the bytes of one entry of a gradient in the format in which it is added up."""
     is_wide = weight_is_fp32 or "fp32" in (precision.name, precision.gradients)
     if is_wide:
         return FP32_BYTES

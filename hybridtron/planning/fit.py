@@ -1,12 +1,12 @@
-"""Layouts that fit a number of devices, fastest first by a model of their time. Which is fastest, only a run can say.
+"""Layouts that fit a number of devices, fastest first by a model of their time. Only a run can say which is fastest.
 
 Tried are tensor 1, 2, 4, 8, pipelines of up to 16 ranks that the world and the layers allow, 1, 2 or 4 virtual stages,
 rows shared out over up to 64 ranks, 2,048 tokens or more to each, micro-batches of 1 to 16 rows, of short ones as many
 as have 65,536 tokens, and the least recomputation that fits into the memory, less a tenth of it for the allocator, the
 network's buffers and the kernels' workspaces.
 
-The time is that of `step_seconds.py`, by the rates of `rates.py`, which nobody has measured. Layouts that are alike in
-it, to three digits, are in order of how many ranks share a row, of how much runs again, and of memory.
+The time is that of `step_seconds.py`, by the rates of `rates.py`, which nobody has measured. Layouts with the same
+time, to three digits, are in order of the ranks that share a model, of recomputation, and of memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_TOKENS = 65_536  # of these
 
 @dataclass(frozen=True)
 class FittingLayout:
-    """A layout that fits: what to set, and what it needs."""
+    """A layout that fits, with its settings, its plan and its modelled time."""
 
     parallel: ParallelConfig
     micro_batch: int
@@ -46,28 +46,28 @@ class FittingLayout:
 
     @property
     def sent_bytes(self) -> int:
-        """What the busiest device sends in a step."""
+        """Bytes that the busiest device sends in a step."""
         return max(rank.traffic.total for rank in self.plan.ranks)
 
     @property
     def order(self) -> tuple[float, int, int, int]:
-        """What layouts are sorted by."""
+        """Sort key: time to three digits, ranks that share a model, recomputation, memory."""
         recompute = list(Recompute).index(self.parallel.recompute)
         return float(f"{self.seconds:.3g}"), self.parallel.model_ranks, recompute, self.plan.fullest.memory.total
 
 
 def fit(config: Config, gpus: int, memory_bytes: float, gpu: GPU = GPUS["h100"]) -> list[FittingLayout]:
-    """The layouts that keep every rule and fit into each device's memory; those that the model finds fastest first."""
-    found = [
+    """Return the layouts that keep every rule and fit into each device's memory, fastest first by the model."""
+    fitting = [
         layout
         for parallel in _layouts(config, gpus)
         for layout in _fitting(config, parallel, gpus, (1 - HEAD_ROOM) * memory_bytes, gpu)
     ]
-    return sorted(found, key=lambda layout: layout.order)
+    return sorted(fitting, key=lambda layout: layout.order)
 
 
 def settings_of(layout: FittingLayout, config: Config) -> list[str]:
-    """The arguments that turn this configuration into the layout; what stays at its default is left out."""
+    """Return the arguments that turn this configuration into the layout; keys at their defaults are left out."""
     defaults = ParallelConfig()
     chosen = [
         f"parallel.{field.name}={_text(value)}"
@@ -79,7 +79,7 @@ def settings_of(layout: FittingLayout, config: Config) -> list[str]:
 
 
 def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
-    """The layouts that these devices can be arranged into."""
+    """Yield the layouts into which these devices can be arranged."""
     layers = len(architecture(config.model).specs)
     shortest = min(phase.seq_len for phase in config.phases)
     contexts = [size for size in _CONTEXT_SIZES if size == 1 or shortest // size >= _LEAST_SHARE]
@@ -105,7 +105,7 @@ def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
 def _fitting(
     config: Config, parallel: ParallelConfig, gpus: int, memory_bytes: float, gpu: GPU
 ) -> Iterator[FittingLayout]:
-    """This layout with every micro batch that fits, and the least recomputation that makes it fit."""
+    """Yield this layout with every micro-batch that fits, under the least recomputation."""
     longest = max(phase.seq_len for phase in config.phases)
     for micro_batch in (*_MICRO_BATCHES, *(rows for rows in _MORE_MICRO_BATCHES if rows * longest <= _MOST_TOKENS)):
         phases = [dataclasses.replace(phase, micro_batch=micro_batch) for phase in config.phases]
@@ -113,13 +113,18 @@ def _fitting(
         if any(_is_refused(phase, gpus) for phase in resolve(tried)):
             continue
         fitting = next(
-            (found for found in _recomputing(tried, gpus) if found[1].fullest.memory.total <= memory_bytes), None
+            (
+                (phase, layout_plan)
+                for phase, layout_plan in _recomputing(tried, gpus)
+                if layout_plan.fullest.memory.total <= memory_bytes
+            ),
+            None,
         )
         if fitting is None:
             return  # larger ones need more
-        phase, made = fitting
-        seconds = step_seconds(made, phase, gpu)
-        yield FittingLayout(phase.config.parallel, phase.settings.micro_batch, made, seconds)
+        phase, layout_plan = fitting
+        seconds = step_seconds(layout_plan, phase, gpu)
+        yield FittingLayout(phase.config.parallel, phase.settings.micro_batch, layout_plan, seconds)
 
 
 def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
@@ -129,8 +134,11 @@ def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
 
 
 def _recomputing(config: Config, gpus: int) -> Iterator[tuple[ResolvedPhase, Plan]]:
-    """The layout with ever more recomputation, so ever less memory."""
-    for recompute in Recompute if not config.parallel.offload else (Recompute.none,):
+    """Yield the layout with ever more recomputation, so ever less memory."""
+    amounts = list(Recompute)
+    if config.parallel.offload:
+        amounts = [Recompute.none]
+    for recompute in amounts:
         parallel = dataclasses.replace(config.parallel, recompute=recompute)
         phase = largest_phase(dataclasses.replace(config, parallel=parallel))
         yield phase, plan(phase, gpus)

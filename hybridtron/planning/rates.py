@@ -1,8 +1,8 @@
-"""What GPUs of a kind can do, and which share of it real kernels reach: the one place of these numbers.
+"""Rates of GPUs: peaks of each kind, and the share of them that real kernels reach.
 
-Peaks are from the vendor's data sheets (dense, without sparsity). What kernels reach is taken from published
-measurements and rounded; but for BESIDE_S none was measured with this package, so every time made from them is a
-model's. A number changes only with a source for the new one.
+Peaks are from the vendor's data sheets (dense, without sparsity). The reached rates are published measurements,
+rounded; only BESIDE_S was measured with this package, so every time computed from them is a model's. A number changes
+only with a source for the new one.
 
     products        600 of 989 TFLOP/s: bf16 products of a training step's shapes in cuBLAS on an H100 SXM (550 to 700
                     in public tables of training frameworks, by shape)
@@ -14,19 +14,20 @@ model's. A number changes only with a source for the new one.
                     Hopper, for which no table was found. FP8 products with their casts counted apart: peaks are twice
                     those of bf16, of which 1.7 is assumed
     bandwidth       85% of the data sheet's: copies and elementwise kernels of large tensors
-    LAUNCH_S        what the host needs for one operation of torch, with autograd; kernels run meanwhile. The low end of
+    LAUNCH_S        host time of one operation of torch, with autograd; kernels run meanwhile. The low end of
                     published ones: 5 to 25 us from Python's call to the GPU's queue (jiahuanglin.xyz, "From PyTorch op
                     to kernel launch"), 4 to 6 us measured for a launch in C++ (xiaguan/cuda-kernel-launch-lab)
-    BESIDE_S        what steps on an H200 took beside the rehearsal's model for each launch: 17 to 36 us in six
-                    recipes. With 29 the model is within 8% of all of them (benchmarks/gpu.md). Whether the host needs
-                    it or the device is not known
-    LAUNCHES        of both passes of a sub-layer, roughly: the rehearsal counts 22 for plain attention and MLPs, 50 for
-                    delta rules, 75 for Mamba and 95 for Mamba-2
+    BESIDE_S        measured time of steps on an H200 beyond the rehearsal's model, for each launch: 17 to 36 us in six
+                    recipes. With 29 the model is within 8% of all of them (benchmarks/gpu.md). It is not known
+                    whether the host needs it or the device
+    LAUNCHES        launches of both passes of a sub-layer, roughly: the rehearsal counts 22 for plain attention and
+                    MLPs, 50 for delta rules, 75 for Mamba and 95 for Mamba-2
     HEAD_ROOM       a guess: context, NCCL's buffers and workspaces take 2 to 4 GB of 80, fragmentation the rest
-    WAIT_S          what a wait of the host costs: its device stands still until the next kernel is launched
+    WAIT_S          time that a wait of the host costs: its device stands still until the next kernel is launched
     host            80%, a guess, of the 64 GB/s in each direction of PCIe 5.0 with 16 lanes (data sheets of H100, H200
                     and B200: 128 GB/s both ways), to pinned memory; GPUs that share a switch have less
-    links           what a ring reaches of NVLink inside a node, and of one adapter of 400 Gbit/s a GPU between nodes
+    links           rates that a ring reaches over NVLink inside a node, and over one adapter of 400 Gbit/s a GPU
+                    between nodes
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class GPU:
     host: float = 50 * GB  # bytes a second between the GPU and its host, in each direction
 
     def rate(self, kind: str, maker: str) -> float | None:
-        """FLOPs a second of a product, or of attention, by whose kernel; None for what has no rate."""
+        """Return the FLOPs a second of products or attention by a maker's kernel; None for other kinds of work."""
         rate = {"product": self.products, "attention": self.attention}.get(kind)
         if rate is None:
             return None
         return rate * GAINS.get(maker, 1.0)
 
     def link(self, ranks: int) -> float:
-        """Bytes a second that each of this number of neighbouring ranks sends."""
+        """Return the bytes a second that each of this number of neighbouring ranks sends."""
         if ranks <= self.node:
             return self.inside_node
         return self.between_nodes
@@ -84,9 +85,9 @@ GPUS = {
 }  # fmt: skip
 
 GAINS = {"flash-3": 1.6, "flash-4": 1.5, "fp8": 1.7}
-"""Times the rate of attention by FlashAttention 2, or of products in bf16."""
+"""Factors of the rate of attention by FlashAttention 2, or of products in bf16."""
 HEAD_ROOM = 0.1
-"""Of a GPU's memory, what `inspect --fit` leaves for what no tensor shows."""
+"""Share of a GPU's memory that `inspect --fit` leaves for buffers and other memory outside tensors."""
 UNSEEN = (
     "CUDA's context and libraries (0.5 to 1 GB), NCCL's buffers, cuBLAS's workspaces, fragmentation of the allocator"
 )

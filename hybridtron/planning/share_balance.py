@@ -1,8 +1,8 @@
-"""How evenly the tokens of rows that ranks share out let them compute.
+"""Balance of computation between context-parallel ranks.
 
-Shares are contiguous and equally long, so that what is done for every token alike is balanced. Attention is not: a
-token sees those before it in its document, or in a window of it, so that a share late in a long document has most to
-do. Attention of kinds whose sight is no window (spans) counts as in `count`, alike for every token.
+Shares of a row are contiguous and equally long, so all that every token costs alike is balanced. Attention is not: a
+token sees those before it in its document, or in a window of it, so a share late in a long document has most to
+compute. Attention whose sight is no window (spans) counts as in `count`, alike for every token.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hybridtron.architecture.table import architecture
 from hybridtron.planning.count import count
 
 Spans = Sequence[tuple[int, int]]
-"""Where the documents of a row begin and end."""
+"""First token and end of each document of a row."""
 
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """Forward FLOPs of a token: what every token costs alike, and by window what each key costs that it sees."""
+    """Forward FLOPs of a token: those of every token alike, and those of each visible key, by window."""
 
     alike: float
     by_window: Mapping[int | None, float]
 
     def of_shares(self, rows: Sequence[Spans], length: int, shares: int) -> list[float]:
-        """Forward FLOPs of each share, over these rows of `length`."""
+        """Return the forward FLOPs of each share, over these rows of `length`."""
         share_length = length // shares
         flops_of_shares = []
         for first in range(0, length, share_length):
@@ -38,6 +38,7 @@ class TokenCosts:
 
 
 def token_costs(model: ModelConfig, length: int) -> TokenCosts:
+    """Return the forward FLOPs of a token in rows of `length`."""
     counted = count(model, length)
     alike = counted.forward_flops
     by_window = dict[int | None, float]()
@@ -51,22 +52,22 @@ def token_costs(model: ModelConfig, length: int) -> TokenCosts:
 
 
 def imbalance(flops: Sequence[float]) -> float:
-    """Of the share that has most to compute, over the mean of all shares."""
+    """Return the largest of these FLOPs over their mean."""
     return max(flops) * len(flops) / sum(flops)
 
 
 def keys_seen(documents: Spans, share: tuple[int, int], window: int | None) -> int:
-    """Keys that the tokens of a share see, all together."""
-    found = 0
+    """Count the keys that the tokens of a share see, all together."""
+    keys = 0
     for begin, end in documents:
         first = max(begin, share[0])
         stop = min(end, share[1])
         if first < stop:
-            found += _seen_by_first(stop - begin, window) - _seen_by_first(first - begin, window)
-    return found
+            keys += _seen_by_first(stop - begin, window) - _seen_by_first(first - begin, window)
+    return keys
 
 
 def _seen_by_first(tokens: int, window: int | None) -> int:
-    """By the first tokens of a document: 1, 2, 3 ... and then as many as the window has."""
+    """Count the keys that a document's first tokens see: 1, 2, 3 ... and then as many as the window has."""
     growing = tokens if window is None else min(tokens, window)
     return growing * (growing + 1) // 2 + (tokens - growing) * (window or 0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hybridtron.planning.activations import MARGIN
 from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, ORIGIN, ORIGINS, all_cases
 
 Record = dict[str, Any]
-NEAR = 0.03  # relative difference up to which a plan counts as near the rehearsal
 SCALARS = 10**5  # bytes of norms and losses that ranks exchange in a step; no plan counts them
 INTRODUCTION = """# Rehearsed steps
 
@@ -51,12 +51,14 @@ def _summary(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _nearness(what: str, ratios: Sequence[float]) -> str:
-    far = sum(abs(ratio - 1) > NEAR for ratio in ratios)
+    far = sum(abs(ratio - 1) > MARGIN for ratio in ratios)
     if ratios:
         span = f"{min(ratios):.3f} to {max(ratios):.3f}"
     else:
         span = "none"
-    return f"The plan's {what} is {span} of the rehearsed one; {far} of {len(ratios)} are further off than {NEAR:.0%}."
+    return (
+        f"The plan's {what} is {span} of the rehearsed one; {far} of {len(ratios)} are further off than {MARGIN:.0%}."
+    )
 
 
 def _sent_ratio(record: Record) -> float | None:

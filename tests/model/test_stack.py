@@ -13,7 +13,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import Stack
-from hybridtron.planning.layer_use import layer_uses
+from hybridtron.planning.activations import sublayer_uses
 from tests.conftest import random_batch, small_config, small_run
 
 PATTERN = "M-WS-"
@@ -75,5 +75,5 @@ def test_a_sub_layer_that_runs_again_keeps_one_tensor_of_the_planned_bytes(wide:
     kept, _, _ = run(small_stack(Recompute.layer, torch.bfloat16), stream, plain=False)
     streams = [t for t in kept if t.shape == (24, 2, 32)]
     config = small_run(replace(small_config(PATTERN), residual_fp32=wide), precision="bf16")
-    uses = layer_uses(replace(config, parallel=ParallelConfig(recompute=Recompute.layer)))
+    uses = sublayer_uses(replace(config, parallel=ParallelConfig(recompute=Recompute.layer)))
     assert [t.nbytes for t in streams] == [2 * 24 * 2 * use.kept for use in uses]

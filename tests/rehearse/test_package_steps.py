@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from hybridtron.planning.activations import MARGIN
 from hybridtron.planning.rates import GAINS
-from hybridtron.rehearse.suite_page import NEAR
 from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
@@ -49,7 +49,7 @@ def test_torchs_own_full_attention_is_one_kernel_too(found: dict[str, Report]) -
     torch_report = found["torch's own"]
     for value in ("launches", "bytes", "flops"):
         assert summed(torch_report, value, "attention") == summed(flash, value, "attention") > 0
-    assert torch_report["memory"]["peak"] == pytest.approx(flash["memory"]["peak"], rel=NEAR)
+    assert torch_report["memory"]["peak"] == pytest.approx(flash["memory"]["peak"], rel=0.03)
 
 
 def test_borders_of_documents_come_with_the_batch(found: dict[str, Report]) -> None:
@@ -70,4 +70,4 @@ def test_products_in_fp8_are_the_same_products(found: dict[str, Report]) -> None
 def test_what_fp8_keeps_is_planned(found: dict[str, Report], number: int) -> None:
     """FP8 keeps one cast input per product and transposed weights, in place of bf16 inputs."""
     memory = found[f"planned {number}"]["memory"]
-    assert memory["planned"] == pytest.approx(memory["peak"], rel=NEAR)
+    assert memory["planned"] == pytest.approx(memory["peak"], rel=MARGIN)

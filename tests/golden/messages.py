@@ -1,0 +1,79 @@
+"""Messages of the commands: each golden file has commands with wrong inputs, and the output of each.
+
+Other tests compare keys and codes, so that a reworded message changes these files alone. A case is added as a line
+`$ hybridtron COMMAND ...`, and `python -m tests.golden.messages` runs all of them and writes their outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybridtron import __version__
+from hybridtron.cli.main import main
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+COMMAND = re.compile(r"^\$ hybridtron ((?:.*\\\n)*.*)$", re.MULTILINE)
+FILES: Mapping[str, bytes] = {
+    "empty.yaml": b"# nothing\n",
+    "list.yaml": b"- 1\n",
+    "torn.yaml": b"model: {width: 1\n",
+    "bytes.yaml": b"\xff\xfe\x00",
+    "wrong_key.yaml": b"model: {widht: 1}\n",
+    "unknown_base.yaml": b"defaults: [/recipe/no_such]\n",
+    "nameless.yaml": b"model: {pattern: M, layers: {M: {kind: mamba}}}\nphases: [{seq_len: 8}]\n",
+    "configs/recipe/no_package.yaml": b"model: {width: 96}\n",
+    "export/config.json": b'{"model_type": "hybridtron"}',
+    "export/hybridtron_export.json": b"{}",
+    "transformers/config.json": b"{}",
+    "started/checkpoints/step-00000001/manifest.json": b"",
+    "fresh/config.yaml": b"",
+    "tokenizer/tokenizer.json": b"{}",
+}
+"""Files in the folder where the commands run."""
+
+
+def renewed(text: str, work: Path) -> str:
+    """Run the commands of a golden file in a folder, and return the file with their outputs."""
+    for name, content in FILES.items():
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_bytes(content)
+    matches = list(COMMAND.finditer(text))
+    return "\n".join(f"{match[0]}\n{_output(_words(match[1]), work)}" for match in matches)
+
+
+def _words(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", " "))
+
+
+def _output(arguments: list[str], work: Path) -> str:
+    """Return what a command prints and its exit code. Of argparse's usage and message, only the message is kept."""
+    printed = io.StringIO()
+    with contextlib.chdir(work), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            code: object = main(arguments)
+            text = printed.getvalue()
+        except SystemExit as end:
+            code = end.code
+            text = printed.getvalue().strip().rpartition("\n")[2] + "\n"
+    for found, mask in ((str(work), "WORK"), (str(ROOT), "ROOT"), (__version__, "VERSION")):
+        text = text.replace(found, mask)
+    lines = [line.rstrip() for line in text.splitlines()]
+    return "\n".join([*lines, f"[exit code {code}]", ""])
+
+
+def renew_all() -> None:
+    """Write every golden file with the outputs as they are now."""
+    for path in sorted(FOLDER.glob("*.txt")):
+        with tempfile.TemporaryDirectory() as work:
+            path.write_text(renewed(path.read_text(), Path(work).resolve()))
+
+
+if __name__ == "__main__":
+    renew_all()

@@ -56,7 +56,7 @@ class BlockStandIn(ScalingStandIn):
 
 
 class GlobalStateStandIn:
-    """Stand-in for the package's global state, in which every kind of FP8 is available."""
+    """Stand-in for the package's global state; it reports block scaling as available."""
 
     @staticmethod
     def is_fp8_block_scaling_available() -> tuple[bool, str]:

@@ -18,7 +18,10 @@ SIBLINGS = ("none", "D", "SW", "SW+D", "A", "LSH", "KS", "HAX")
 
 
 def configs_of(name: str, folder: Path) -> dict[str, tuple[SweepRun, Config]]:
-    """Every run of a sweep, checked; for those that start from others these have saved what they are."""
+    """Return a sweep's runs by name, each with its checked configuration.
+
+    Each configuration is saved, because runs that start from others read theirs.
+    """
     configs = {}
     for run in read(TABLES / f"{name}.yaml").runs:
         imported = ["" if one == "run.weights=imported/mamba-130m" else one for one in run.settings]

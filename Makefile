@@ -152,7 +152,7 @@ reference: $(VENV)/.ready
 
 # only the packages of the extra, in an environment of their own: the pages are built from sources, without torch
 docs: $(DOCS_VENV)/.ready
-	$(DOCS_VENV)/bin/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet --site-dir build/site
 
 $(DOCS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)

@@ -54,6 +54,11 @@ def test_passages_are_up_to_date(page: str) -> None:
     assert text == make_passages.filled(text), "make reference"
 
 
+def test_every_room_is_on_the_map() -> None:
+    text = (ROOT / "hybridtron/README.md").read_text()
+    assert re.findall(r"^<!-- files of (\w+) -->$", text, re.MULTILINE) == make_passages.ROOMS
+
+
 def test_a_passage_is_filled_between_its_marks() -> None:
     filled = make_passages.filled("of <!-- schedules -->old<!-- /schedules -->, in general")
     assert re.fullmatch(r"of <!-- schedules -->`\w+`(, `\w+`)+<!-- /schedules -->, in general", filled)

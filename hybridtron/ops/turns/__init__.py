@@ -1,10 +1,10 @@
 """Rotations by data-dependent angles (Mamba-3)."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.turns import blocked, native, pairs, reference, triton
+from hybridtron.ops.turns import blocked, native, reference, triton
 from hybridtron.ops.turns.reference import AngleInputs, TurnInputs, turned
 
 __all__ = ["AngleInputs", "TurnInputs", "angles", "turn_pairs", "turned"]
 
 angles = Op(reference.angles, (triton.ANGLES, native.NATIVE_ANGLES, blocked.BLOCKED))
-turn_pairs = Op(reference.turn_pairs, (triton.TURNS, native.NATIVE_TURNS, pairs.COMPLEX))
+turn_pairs = Op(reference.turn_pairs, (triton.TURNS, native.NATIVE_TURNS))

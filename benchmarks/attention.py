@@ -172,7 +172,7 @@ def span(report: BenchReport) -> None:
         f"{sizes.window} tokens, {sizes.blocks} blocks of {sizes.block} tokens retrieved; full is torch's causal "
         "scaled_dot_product_attention",
         f"{report.repetitions} rounds of all forms and lengths; span per token: our time per token over that of the "
-        "first row; outputs and gradients of the blocked form agree with the reference's",
+        "first row; outputs and gradients agree with the reference's",
     ]
     seconds = {length: timings["span"].fastest for length, timings in measured.items()}
     doublings = [seconds[2 * length] / seconds[length] for length in seconds if 2 * length in seconds]

@@ -84,7 +84,7 @@ def test_shifted_is_two_masks(kv_heads: int) -> None:
         torch.testing.assert_close(y[..., channels], torch.cat(parts)[..., channels])
 
 
-@pytest.mark.parametrize("form", ["reference", "blocked", "native"])
+@pytest.mark.parametrize("form", ["reference", "native"])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("relevance", ["chunk", "previous_chunk"])
 def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, form: str) -> None:

@@ -1,7 +1,7 @@
 """Span-expanded attention (SE-Attn)."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.span import blocked, flex, native, reference
+from hybridtron.ops.span import flex, native, reference
 from hybridtron.ops.span.choice import query_sums, summaries
 from hybridtron.ops.span.past import (
     CarriedBlocks,
@@ -21,4 +21,4 @@ __all__ = [
     "choose_at_random", "choose_by_relevance", "known_of", "own_blocks", "query_sums", "span_attention", "summaries",
 ]  # fmt: skip
 
-span_attention = Op(reference.span_attention, (native.NATIVE, blocked.BLOCKED, flex.FLEX))
+span_attention = Op(reference.span_attention, (native.NATIVE, flex.FLEX))

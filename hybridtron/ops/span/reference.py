@@ -82,11 +82,6 @@ class ChunkSpan(NamedTuple):
     keys: slice
     count: int
 
-    def continues(self, other: ChunkSpan, size: int) -> bool:
-        """Return True if both chunks have `size` queries and own keys, and the same number of chosen blocks."""
-        lengths = {s.stop - s.start for s in (self.queries, self.keys, other.queries, other.keys)}
-        return lengths == {size} and self.count == other.count
-
 
 def chunk_spans(cut: SpanCut, segment: SpanSegment, before: int, most: int) -> Iterator[ChunkSpan]:
     """Yield the chunks of a segment, with at most `most` chosen blocks; the key of token i is at index before + i."""

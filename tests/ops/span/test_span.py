@@ -1,7 +1,4 @@
-"""Span-expanded attention: reference and choice against loops over single tokens, the blocked form against both.
-
-The blocked form runs with 3 queries and 16 tokens at a time, so that short rows have many parts.
-"""
+"""Span-expanded attention: reference and choice against loops over single tokens, the compiled form against both."""
 
 import itertools
 import math
@@ -21,7 +18,6 @@ from hybridtron.ops.span import (
     SpanInputs,
     SpanSegment,
     Whole,
-    blocked,
     choose_at_random,
     choose_by_relevance,
     known_of,
@@ -29,8 +25,7 @@ from hybridtron.ops.span import (
 )
 from hybridtron.ops.span.choice import choose, random_relevance, relevance, summaries
 
-FORMS = pytest.mark.parametrize("form", ["reference", "blocked", "native"])
-FAST_FORMS = pytest.mark.parametrize("fast", ["blocked", "native"])
+FORMS = pytest.mark.parametrize("form", ["reference", "native"])
 LENGTH = 45
 HEADS = 4
 GROUPS = 2
@@ -43,12 +38,6 @@ BORDERS = (
     SpanSegment(slice(1, 2), 0, 7),
     SpanSegment(slice(1, 2), 7, LENGTH),
 )
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "AT_ONCE", 16)
-    monkeypatch.setattr(blocked, "BLOCK", 3)
 
 
 def inputs(length: int = LENGTH, groups: int = GROUPS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -143,33 +132,30 @@ def test_forms_are_the_equations(
             torch.testing.assert_close(y[row, here], alone)
 
 
-@FAST_FORMS
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("segments", [WHOLE, BORDERS], ids=["whole", "borders"])
 @pytest.mark.parametrize(
     ("chunk", "block", "most", "shift"), [(8, 4, 2, 0), (32, 2, 3, 0), (4, 4, 9, 0), (10, 2, 0, 5)]
 )
-def test_the_fast_forms_are_the_reference(
-    fast: str, groups: int, segments: tuple[SpanSegment, ...], chunk: int, block: int, most: int, shift: int
+def test_the_compiled_form_is_the_reference(
+    groups: int, segments: tuple[SpanSegment, ...], chunk: int, block: int, most: int, shift: int
 ) -> None:
     tensors = inputs(groups=groups)
     cut = SpanCut(chunk, block, segments, shift)
     chosen = [None] * len(segments) if shift else chosen_for(cut, ChoiceRule(most, False), *tensors)
     found = []
-    for form in (fast, "reference"):
+    for form in ("native", "reference"):
         with force(span_attention=form):
             found.append(gradients(span_attention(SpanInputs(*tensors, cut, chosen)), tensors))
     assert_all_close(*found)
 
 
-@FAST_FORMS
-def test_they_are_the_reference_in_fp32_over_real_parts(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_the_compiled_form_is_the_reference_in_fp32() -> None:
     tensors = inputs(1100, dtype=torch.float32)
     cut = SpanCut(512, 32, (SpanSegment(ALL, 0, 1100),))
     chosen = chosen_for(cut, ChoiceRule(8, False), *tensors)
     found = []
-    for form in (fast, "reference"):
+    for form in ("native", "reference"):
         with force(span_attention=form):
             found.append(gradients(span_attention(SpanInputs(*tensors, cut, chosen)), tensors))
     assert_all_close(*found, 1e-5)

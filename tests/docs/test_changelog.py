@@ -44,6 +44,7 @@ def test_changes_are_bullets_of_one_line_under_known_headings() -> None:
         lines = [line for line in text.splitlines() if line]
         unknown = [line for line in lines if not line.startswith(("- ", *(f"### {kind}" for kind in KINDS)))]
         assert unknown == [], f"{heading}: one line per change, under one of {', '.join(KINDS)}"
+        assert not lines or lines[0].startswith("### "), f"{heading}: a change without a heading"
 
 
 def test_the_first_release_fits_on_one_page() -> None:

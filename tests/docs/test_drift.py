@@ -30,14 +30,13 @@ def test_every_kind_has_a_row_in_the_table_of_mixers() -> None:
 
 def test_the_readme_has_the_measured_steps_of_the_gpu_page() -> None:
     """The first row of a recipe in benchmarks/gpu.md is the one that the README shows."""
-    table = text_of("README.md").partition("| recipe | tokens/s |")[2].partition("\n\n")[0]
+    table = text_of("README.md").partition("| recipe | rows x tokens |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     steps = text_of("benchmarks/gpu.md").partition("\n## Steps\n")[2].partition("\n## ")[0]
-    for recipe, rate, mfu, memory, planned, _ in rows:
+    for recipe, size, rate, mfu, memory, _ in rows:
         line = next(line for line in steps.splitlines() if line.startswith(f"| {recipe} |"))
         measured = [cell.strip() for cell in line.strip("|").split("|")]
-        assert [rate, mfu] == measured[3:5]
-        assert [memory, planned] == [f"{amount} GB" for amount in measured[7:9]]
+        assert [size, rate, mfu, memory] == [measured[1], *measured[3:5], f"{measured[7]} GB"]
     assert len(rows) == 4
 
 

@@ -312,6 +312,43 @@ def test_only_weights_are_unpickled_from_files() -> None:
     assert all(words.get("weights_only") == "True" for _, words in calls)
 
 
+KNOWS_WEIGHTS = ("architecture", "optimizers", "planning", "parallel", "mixers", "model", "engine", "train")
+PARSERS = {"startswith", "endswith", "split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix"}
+PARSED_NAMES = {
+    "engine/serving.py": {"."},  # the module of a weight
+    "model/shared.py": {"."},
+    "parallel/adapters.py": {".weight"},
+    "train/hooks.py": {"."},  # classes that a configuration names
+    "architecture/adapters.py": {".adapter."},  # keys of checkpoints
+    "engine/stored_states.py": {"held."},
+    "parallel/fp8_statistics.py": {"fp8_history."},
+}
+
+
+def parsed_names(source: SourceFile) -> set[str]:
+    """Texts with a dot that a file looks for in a string, as it would to distinguish weights by their names."""
+    calls = [node for node in source.nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    comparisons = [node for node in source.nodes if isinstance(node, ast.Compare)]
+    looked_for = [node.args[0] for node in calls if node.func.attr in PARSERS and node.args]
+    looked_for += [node.left for node in comparisons if isinstance(node.ops[0], ast.In | ast.NotIn)]
+    texts = [node.value for node in looked_for if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return {text for text in texts if "." in text}
+
+
+def test_no_behaviour_follows_from_the_name_of_a_weight() -> None:
+    """The parameter table says who owns a weight, and how it is treated."""
+    inside = [source for source in SOURCES if source.room in KNOWS_WEIGHTS]
+    assert {source.name: texts for source in inside if (texts := parsed_names(source))} == PARSED_NAMES
+
+
+def test_the_rule_of_names_catches_each_way_past_it() -> None:
+    ways = ["name.endswith('norm.weight')", "name.split('.')[1]", "name.partition('.mixer.')", "'.mixer.' in name"]
+    for way in [*ways, "name in table", "line.split()"]:
+        source = SourceFile(Path("x.py"))
+        source.__dict__["nodes"] = list(ast.walk(ast.parse(way)))
+        assert len(parsed_names(source)) == (way in ways)
+
+
 def test_every_module_says_what_it_is() -> None:
     assert [where(source) for source in EVERYTHING if not ast.get_docstring(source.tree)] == []
 

@@ -24,7 +24,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated
 
-from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.base import LayerOwner, ModelOwner, Parameter
 from hybridtron.architecture.inits import Constant, Uniform
 from hybridtron.limits import above, at_least, below_one
 from hybridtron.problems import Problem, did_you_mean
@@ -100,7 +100,7 @@ def adapted_projections(
         return {}
     parts_by_weight = {}
     for name, weight in table.items():
-        if not is_projection(name, weight):
+        if not is_adaptable(weight):
             continue
         parts = tuple(
             AdaptedPart(part, rows, any(fnmatchcase(name, p) or fnmatchcase(key, p) for p in adapters.weights))
@@ -111,9 +111,9 @@ def adapted_projections(
     return parts_by_weight
 
 
-def is_projection(name: str, weight: Parameter) -> bool:
+def is_adaptable(weight: Parameter) -> bool:
     """Return True for the weight of a linear layer in a mixer."""
-    return ".mixer." in name and name.endswith(".weight") and len(weight.shape) == 2
+    return weight.projection and not isinstance(weight.owner, ModelOwner)
 
 
 def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None) -> dict[str, Parameter]:
@@ -122,15 +122,15 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
     for name, parts in adapted_projections(table, adapters).items():
         assert adapters is not None
         weight = table[name]
-        where = name.removesuffix("weight") + "adapter"
+        A, B, M = (adapter_key(name, piece) for piece in "ABM")
         rank = adapters.rank
         chosen = [part for part in parts if part.adapted]
         by_inputs = any(cut.axis == 1 for cut in weight.cuts)
         by_outputs = any(cut.axis == 0 for cut in weight.cuts)
-        treatment = {"fp8": False, "fp32": False, "decay": True}
+        treatment = {"fp8": False, "fp32": False, "decay": True, "projection": False}
         start = Uniform(weight.shape[1] ** -0.5)
         zero = Constant(0.0)
-        rows[f"{where}.A"] = replace(
+        rows[A] = replace(
             weight,
             shape=(rank * len(chosen), weight.shape[1]),
             init=start,
@@ -140,7 +140,7 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
             partial_gradient=by_outputs or (weight.partial_gradient and not by_inputs),
             **treatment,
         )
-        rows[f"{where}.B"] = replace(
+        rows[B] = replace(
             weight,
             shape=(sum(part.rows for part in chosen), rank),
             init=zero,
@@ -151,8 +151,7 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
             **treatment,
         )
         if adapters.dora:
-            B = rows[f"{where}.B"]
-            rows[f"{where}.M"] = replace(B, shape=B.shape[:1], decay=False, fp32=True)
+            rows[M] = replace(rows[B], shape=rows[B].shape[:1], decay=False, fp32=True)
     return rows
 
 
@@ -161,9 +160,14 @@ def adapter_problems(table: Mapping[str, Parameter], adapters: AdaptersConfig) -
 
     Without this check such a pattern would silently train nothing.
     """
-    projections = {name: weight for name, weight in table.items() if is_projection(name, weight)}
-    names = [key for name, weight in projections.items() for key in dict.fromkeys((name, *weight.stored(name)))]
-    projection_names = list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", name) for name in names))
+    names = []
+    projection_names = []
+    for name, weight in table.items():
+        if is_adaptable(weight):
+            keys = dict.fromkeys((name, *weight.stored(name)))
+            names += keys
+            projection_names += [_in_any_layer(key, weight) for key in keys]
+    projection_names = list(dict.fromkeys(projection_names))
     if not adapters.weights:
         yield Problem("weights", "missing", f"is empty: name projections; there are {', '.join(projection_names)}")
     for pattern in adapters.weights:
@@ -171,3 +175,10 @@ def adapter_problems(table: Mapping[str, Parameter], adapters: AdaptersConfig) -
             hint = did_you_mean(pattern, projection_names)
             what = f"has {pattern!r}, which is the name of no projection{hint}; there are {', '.join(projection_names)}"
             yield Problem("weights", "unknown-name", what)
+
+
+def _in_any_layer(key: str, weight: Parameter) -> str:
+    """Return a weight's name as a pattern for all sub-layers, such as `layers.*.mixer.q.weight`."""
+    if isinstance(weight.owner, LayerOwner):
+        return key.replace(weight.owner.path, "layers.*", 1)
+    return key

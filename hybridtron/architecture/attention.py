@@ -127,7 +127,13 @@ class HeadsSpec(MixerSpec):
         if self.conv:
             short = {"q_conv": (head, queries), "kv_conv": (heads_kv, 2 * keys)}
             for name, (projection, channels) in short.items():
-                taps = replace(projection, shape=(channels, self.conv), init=Uniform(self.conv**-0.5), fp8=False)
+                taps = Parameter(
+                    (channels, self.conv),
+                    Uniform(self.conv**-0.5),
+                    parts=projection.parts,
+                    cuts=projection.cuts,
+                    partial_gradient=projection.partial_gradient,
+                )
                 table[name] = taps
                 if self.conv_bias:
                     table[f"{name}_bias"] = replace(taps, shape=(channels,), decay=False)

@@ -67,14 +67,54 @@ class Sharded(ABC):
 
 
 @dataclass(frozen=True)
+class LayerOwner:
+    """One sub-layer, by its index in the model."""
+
+    index: int
+
+    @property
+    def path(self) -> str:
+        """Beginning of the names of its weights."""
+        return f"layers.{self.index}"
+
+
+@dataclass(frozen=True)
+class LetterOwner:
+    """All sub-layers of a letter, which share the weight."""
+
+    letter: str
+
+    @property
+    def path(self) -> str:
+        """Beginning of the names of its weights."""
+        return f"shared.{self.letter}"
+
+
+@dataclass(frozen=True)
+class ModelOwner:
+    """The model outside its sub-layers: `embedding`, `norm` or `head`."""
+
+    path: str
+
+
+Owner = LayerOwner | LetterOwner | ModelOwner
+
+
+@dataclass(frozen=True)
 class Parameter(Sharded):
     """One weight: its shape, its initialisation, and its treatment by optimizer, precision, layout and checkpoint.
 
     `parts` names the parts fused along axis 0, as (name, rows); a checkpoint stores each under its own name, and a
-    layout cuts each separately. `partial_gradient`: a replicated weight's gradient is partial on each rank, because it
-    works on that rank's channels, and must be summed. `fp8` marks large projections, which multiply in FP8 where a run
-    does. A `shared` weight is the same for all sub-layers of its letter. `grown` initialises the weight if loaded
-    weights lack it: by a rule, or from concatenated rows of stored keys in its sub-layer. None: it may not be missing.
+    layout cuts each separately. `fp8` marks large projections, which multiply in FP8 where a run does. `grown`
+    initialises the weight if loaded weights lack it: by a rule, or from concatenated rows of stored keys in its
+    sub-layer. None: it may not be missing. `projection` marks the weight of a linear layer, which can have an adapter.
+
+    A replicated weight's gradient is summed over tensor-parallel ranks if each rank's is partial: with
+    `partial_gradient` because the weight works on that rank's channels, with `sequence_partial` because it reads the
+    residual stream, of which a rank has its own tokens under sequence parallelism. A weight that computes the same on
+    every rank has neither mark.
+
+    A spec marks a weight as `shared` by all sub-layers of its letter. The table then sets the `owner`.
     """
 
     shape: tuple[int, ...]
@@ -83,9 +123,12 @@ class Parameter(Sharded):
     fp32: bool = False
     parts: tuple[tuple[str, int], ...] = ()
     partial_gradient: bool = False
+    sequence_partial: bool = False
     fp8: bool = False
+    projection: bool = False
     shared: bool = False
     grown: Init | tuple[str, ...] | None = None
+    owner: Owner | None = None
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
         if self.parts and axis == 0:
@@ -114,13 +157,14 @@ def linear(
     out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = (), cut: Cut = Cut(0), fp8: bool = True
 ) -> Parameter:
     """Return a projection initialised Kaiming-uniform, a = sqrt 5: U(+-1/sqrt(in_features))."""
-    return Parameter((out_features, in_features), Projection(in_features**-0.5), parts=parts, cuts=(cut,), fp8=fp8)
+    start = Projection(in_features**-0.5)
+    return Parameter((out_features, in_features), start, parts=parts, cuts=(cut,), fp8=fp8, projection=True)
 
 
 def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Parameter:
     """Return a sub-layer's output projection, with its initialisation divided by sqrt(sub-layers of the model)."""
     start = OutputProjection((in_features * num_sublayers) ** -0.5)
-    return Parameter((out_features, in_features), start, cuts=(Cut(1),), fp8=True)
+    return Parameter((out_features, in_features), start, cuts=(Cut(1),), fp8=True, projection=True)
 
 
 @dataclass(frozen=True)

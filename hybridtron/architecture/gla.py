@@ -9,11 +9,11 @@ value channels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter, linear
-from hybridtron.architecture.inits import Constant, Projection
+from hybridtron.architecture.inits import Constant
 from hybridtron.architecture.linear_attention import LinearAttentionSpec
 from hybridtron.limits import above, at_least
 
@@ -39,7 +39,7 @@ class GLASpec(LinearAttentionSpec):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         keys, _ = self.channels(model)
         # every rank computes the decays' small input in full, and uses it for its own heads
-        down = Parameter((self.gate_rank, model.width), Projection(model.width**-0.5), partial_gradient=True)
+        down = replace(linear(self.gate_rank, model.width, fp8=False), cuts=(), partial_gradient=True)
         return super().parameters(model) | {
             "gate_down.weight": down,
             "gate_up.weight": linear(keys, self.gate_rank, fp8=False),

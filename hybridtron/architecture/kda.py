@@ -8,12 +8,11 @@ Everything else is as in `delta_rule`. Kimi Linear combines it with attention wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hybridtron.architecture.base import ModelSizes, Names, Parameter, linear
 from hybridtron.architecture.delta_rule import DeltaRuleSpec
-from hybridtron.architecture.inits import Projection
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class KDASpec(DeltaRuleSpec):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         (keys, values), rank = self.channels(model), self.rank(model)
         # every rank computes the small inputs of decays and gate in full, and uses them for its own heads
-        down = Parameter((rank, model.width), Projection(model.width**-0.5), partial_gradient=True)
+        down = replace(linear(rank, model.width, fp8=False), cuts=(), partial_gradient=True)
         return super().parameters(model) | {
             "decay_down.weight": down,
             "decay_up.weight": linear(keys, rank, fp8=False),

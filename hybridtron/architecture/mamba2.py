@@ -92,14 +92,15 @@ class Mamba2Spec(RecurrenceSpec):
         bc_size = self.groups * self.state
         bc = bc_projection(self.groups, self.state, width)
         taps = Uniform(self.conv**-0.5)
+        bc_taps = replace(bc, shape=(2 * bc_size, self.conv), init=taps, fp8=False, projection=False)
         per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),))
         return {
             "in_proj.weight": linear(2 * inner + heads, width, parts=(("z", inner), ("x", inner), ("dt", heads))),
             "bc_proj.weight": bc,
             "x_conv_weight": Parameter((inner, self.conv), taps, cuts=(Cut(0),)),
             "x_conv_bias": Parameter((inner,), taps, decay=False, cuts=(Cut(0),)),
-            "bc_conv_weight": replace(bc, shape=(2 * bc_size, self.conv), init=taps, fp8=False),
-            "bc_conv_bias": replace(bc, shape=(2 * bc_size,), init=taps, decay=False, fp8=False),
+            "bc_conv_weight": bc_taps,
+            "bc_conv_bias": replace(bc_taps, shape=(2 * bc_size,), decay=False),
             "dt_bias": replace(per_head, init=InverseSoftplus(self.dt_min, self.dt_max)),
             "A_log": replace(per_head, init=LogUniform(self.a_min, self.a_max)),
             "D": per_head,

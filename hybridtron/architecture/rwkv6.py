@@ -15,10 +15,10 @@ Weights are initialised as in the public code, which depends on the layer's inde
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear
 from hybridtron.architecture.gla import GLASpec
 from hybridtron.architecture.inits import Constant, Orthogonal, Ramp, Rows, Uniform
 from hybridtron.architecture.token_shift import last_token, mix, mix_start
@@ -51,16 +51,18 @@ class RWKV6Spec(MixerSpec):
         of_heads = Cut(0, unit=self.head_dim)
         norm = ((model.nth_of_kind + 1) / model.layers_of_kind) ** 0.7
         lengths = {"r": 1.0, "k": 0.1, "v": 1.0, "g": 0.1}
+        small = replace(linear(self.decay_rank, width, fp8=False), decay=False)
+        out = linear(width, width, cut=Cut(1, unit=self.head_dim))
         projections = {
-            f"{name}_proj.weight": Parameter((width, width), Orthogonal(length), cuts=(of_heads,), fp8=True)
+            f"{name}_proj.weight": replace(linear(width, width, cut=of_heads), init=Orthogonal(length))
             for name, length in lengths.items()
         }
         return {
             **self._mixes(model),
             **projections,
             # every rank computes the decays' small input in full, and uses it for its own heads
-            "decay_down.weight": Parameter((self.decay_rank, width), Constant(0.0), decay=False, partial_gradient=True),
-            "decay_up.weight": Parameter((width, self.decay_rank), Uniform(0.01), decay=False, cuts=(of_heads,)),
+            "decay_down.weight": replace(small, init=Constant(0.0), cuts=(), partial_gradient=True),
+            "decay_up.weight": replace(small, shape=(width, self.decay_rank), init=Uniform(0.01), cuts=(of_heads,)),
             "decay_bias": Parameter(
                 (width,), Ramp(-6.0, -1.0, 0.7 + 1.3 * depth), decay=False, fp32=True, cuts=(of_heads,)
             ),
@@ -73,7 +75,7 @@ class RWKV6Spec(MixerSpec):
             ),
             "norm_weight": Parameter((width,), Constant(norm), decay=False, cuts=(of_heads,)),
             "norm_bias": Parameter((width,), Constant(0.0), decay=False, cuts=(of_heads,)),
-            "out_proj.weight": Parameter((width, width), Orthogonal(0.0), cuts=(Cut(1, unit=self.head_dim),), fp8=True),
+            "out_proj.weight": replace(out, init=Orthogonal(0.0)),
         }
 
     def _mixes(self, model: ModelSizes) -> dict[str, Parameter]:
@@ -85,7 +87,7 @@ class RWKV6Spec(MixerSpec):
         starts = {"r": fast, "w": slow, "k": slow, "v": mix_start(model, less=0.3 * depth), "g": fast}
         return {
             "mix_input": mix(model, start=slow),
-            "mix_down.weight": mix(model, inner, start=Constant(0.0)),
+            "mix_down.weight": replace(mix(model, inner, start=Constant(0.0)), projection=True),
             "mix_up": Parameter((model.width, inner), Uniform(0.01), decay=False, partial_gradient=True),
             "mix": mix(model, len(STREAMS), start=Rows(tuple(starts[stream] for stream in STREAMS))),
         }

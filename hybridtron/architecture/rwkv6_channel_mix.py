@@ -8,10 +8,10 @@ It looks one token back, and so carries a state. Weights are initialised as in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
-from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear
 from hybridtron.architecture.inits import Orthogonal
 from hybridtron.architecture.token_shift import last_token, mix, mix_start
 from hybridtron.limits import at_least
@@ -38,9 +38,9 @@ class RWKV6ChannelMixSpec(MixerSpec):
         return {
             "key_mix": mix(model, start=start),
             "receptance_mix": mix(model, start=start),
-            "key.weight": Parameter((inner, width), Orthogonal(1.0), cuts=(Cut(0),), fp8=True),
-            "receptance.weight": Parameter((width, width), Orthogonal(0.0), cuts=(Cut(0),), fp8=True),
-            "value.weight": Parameter((width, inner), Orthogonal(0.0), cuts=(Cut(1),), fp8=True),
+            "key.weight": replace(linear(inner, width), init=Orthogonal(1.0)),
+            "receptance.weight": replace(linear(width, width), init=Orthogonal(0.0)),
+            "value.weight": replace(linear(width, inner, cut=Cut(1)), init=Orthogonal(0.0)),
         }
 
     def exported_names(self, model: ModelSizes) -> Names:

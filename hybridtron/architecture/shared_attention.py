@@ -45,7 +45,7 @@ class SharedBlockSpec(HeadsSpec):
         width = model.width
         hidden = self.hidden
         queries = self.channels(model)[0]
-        scale = Parameter((width,), Constant(1.0), decay=False)
+        scale = Parameter((width,), Constant(1.0), decay=False, sequence_partial=True)
         table = super().parameters(model) | {
             "out.weight": linear(width, queries, cut=Cut(1)),
             "in_norm.weight": replace(scale, shape=(self.input_width(model),)),

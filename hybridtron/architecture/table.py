@@ -19,7 +19,16 @@ from typing import Any
 
 from hybridtron.architecture import SPECS
 from hybridtron.architecture.adapters import adapter_rows
-from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, linear
+from hybridtron.architecture.base import (
+    Cut,
+    LayerOwner,
+    LetterOwner,
+    MixerSpec,
+    ModelOwner,
+    ModelSizes,
+    Parameter,
+    linear,
+)
 from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
@@ -52,13 +61,15 @@ class Architecture:
         """Return one sub-layer's mixer weights by full name; shared weights have the same name in all sub-layers of a
         letter.
         """
-        weights = self.specs[index].parameters(self.sizes_at(index))
-        return {self.full_name(index, name, weight.shared): weight for name, weight in weights.items()}
+        table = {}
+        for key, weight in self.specs[index].parameters(self.sizes_at(index)).items():
+            owner = self.owner(index, weight.shared)
+            table[f"{owner.path}.mixer.{key}"] = replace(weight, owner=owner)
+        return table
 
-    def full_name(self, index: int, key: str, shared: bool) -> str:
-        if shared:
-            return f"shared.{self.letters[index]}.mixer.{key}"
-        return f"layers.{index}.mixer.{key}"
+    def owner(self, index: int, shared: bool) -> LayerOwner | LetterOwner:
+        """Return the owner of a mixer's weight: its sub-layer, or the letter if its sub-layers share the weight."""
+        return LetterOwner(self.letters[index]) if shared else LayerOwner(index)
 
     def shared_names(self, letter: str) -> list[str]:
         """Return the names, inside the mixer, of weights that all sub-layers of a letter share."""
@@ -151,19 +162,20 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     arch = architecture(model)
     width = model.width
     vocab = model.vocab_size
-    norm = Parameter((width,), Constant(1.0), decay=False)
+    norm = Parameter((width,), Constant(1.0), decay=False, sequence_partial=True)
     if model.init is Start.mamba:
         embedded = Normal(model.embedding_std)
     else:
         embedded = Projection(width**-0.5)
-    table = {"embedding.weight": Parameter((vocab, width), embedded, cuts=(Cut(0),))}
+    embedding = Parameter((vocab, width), embedded, cuts=(Cut(0),), owner=ModelOwner("embedding"))
+    table = {"embedding.weight": embedding}
     for index, spec in enumerate(arch.specs):
         if spec.has_norm:
-            table[f"layers.{index}.norm.weight"] = norm
+            table[f"layers.{index}.norm.weight"] = replace(norm, owner=LayerOwner(index))
         table |= arch.mixer_weights(index)
-    table["norm.weight"] = norm
+    table["norm.weight"] = replace(norm, owner=ModelOwner("norm"))
     if not model.tie_embeddings:
-        table["head.weight"] = linear(vocab, width, fp8=False)
+        table["head.weight"] = replace(linear(vocab, width, fp8=False), owner=ModelOwner("head"))
     if model.init is not Start.mamba:
         table = _as_lit_gpt(table, arch)
     return table | adapter_rows(table, model.adapters)
@@ -171,8 +183,9 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
 
 def weight_name(arch: Architecture, index: int, key: str) -> str:
     """Return the full name of a mixer weight in one sub-layer, given its key or a stored part's."""
-    names = arch.shared_names(arch.letters[index])
-    return arch.full_name(index, key, any(key == name or key.startswith(f"{name}.") for name in names))
+    weights = arch.specs[index].parameters(arch.sizes_at(index))
+    shared = any(key in (name, *weight.stored(name)) for name, weight in weights.items() if weight.shared)
+    return f"{arch.owner(index, shared).path}.mixer.{key}"
 
 
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:

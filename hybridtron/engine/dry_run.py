@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridtron.architecture.base import LetterOwner
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.layout import ProcessLaunch, shared_homes, stages_of
 from hybridtron.config.schema import Config
@@ -65,8 +66,9 @@ def faults(config: Config, ranks: list[Built]) -> list[str]:
             if name in rank.shapes:
                 by_stage[rank.pipeline_rank].append(rank.shapes[name])
         twice = config.model.tie_embeddings and name == "embedding.weight" and config.parallel.pipeline > 1
-        if parameter.shared:
-            expected = len(homes.get(name.split(".")[1], [0]))
+        owner = parameter.owner
+        if isinstance(owner, LetterOwner):
+            expected = len(homes.get(owner.letter, [0]))
         else:
             expected = 1 + twice
         if len(by_stage) != expected:

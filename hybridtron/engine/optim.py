@@ -23,7 +23,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor, nn
 
-from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.base import LetterOwner, Parameter
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import KeptFormat
 from hybridtron.config.schema import Config
@@ -125,18 +125,18 @@ class Optimizer:
         return accepted
 
     def norms(self) -> dict[str, float]:
-        """Return weight and gradient norms over all ranks, by layer, embedding, final norm and head."""
-        squares = {name: torch.zeros(2, dtype=torch.float64) for name in _layers_of(self.table)}
+        """Return weight and gradient norms over all ranks, by layer, shared weights, embedding, final norm and head."""
+        squares = {_part_of_model(weight): torch.zeros(2, dtype=torch.float64) for weight in self.table.values()}
         for name, shard in self.shards.items():
             weight: Any = shard.weight
             second_copy = getattr(weight, "shared", False)
             if not second_copy and (weight.tensor_model_parallel or self.groups.tensor.rank == 0):
-                squares[_layer_of(name)] += shard.squares()
+                squares[_part_of_model(self.table[name])] += shard.squares()
         totals = torch.stack(list(squares.values()))
         dist.all_reduce(totals)
         roots = totals.sqrt().tolist()
         kinds = ("weight_norm", "grad_norm")
-        return {f"{layer}.{kind}": roots[i][k] for i, layer in enumerate(squares) for k, kind in enumerate(kinds)}
+        return {f"{part}.{kind}": roots[i][k] for i, part in enumerate(squares) for k, kind in enumerate(kinds)}
 
     def zero_grad(self) -> None:
         """Reset the gradients."""
@@ -311,11 +311,7 @@ def _masters(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
     }
 
 
-def _layer_of(name: str) -> str:
-    """Return the name of the layer that a weight counts in: `layers.3`, `embedding`."""
-    parts = name.split(".")
-    return ".".join(parts[:2] if parts[0] == "layers" else parts[:1])
-
-
-def _layers_of(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(_layer_of(name) for name in names))
+def _part_of_model(weight: Parameter) -> str:
+    """Return the part of the model whose norm a weight counts in, such as `layers.3`, `shared` or `embedding`."""
+    assert weight.owner is not None
+    return "shared" if isinstance(weight.owner, LetterOwner) else weight.owner.path

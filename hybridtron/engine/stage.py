@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.base import LetterOwner, Parameter
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import FP8_MULTIPLES, KeptFormat
 from hybridtron.config.layout import chunks_on, fp8_layers, shared_homes, stages_of
@@ -94,17 +94,14 @@ def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
     for name, weight in model.named_parameters():
         parameter = model.table[name]
         is_tied = model.tied and name == "embedding.weight"
-        if name.startswith("shared."):
-            letter = name.split(".")[1]
-        else:
-            letter = None
+        letter = parameter.owner.letter if isinstance(parameter.owner, LetterOwner) else None
         cut = parameter.cut_over("tensor", tensor.size)
         marks: dict[str, Any] = {
             "tensor_model_parallel": cut is not None,
             "partition_dim": -1 if cut is None else cut.axis,
             "partition_stride": 1,
             "undecayed": not parameter.decay,
-            "partial_over_tensor": cut is None and is_partial(name, parameter, tensor),
+            "partial_over_tensor": cut is None and is_partial(parameter, tensor),
             "shared_embedding": is_tied or letter in copied,
             "shared": (is_tied and not model.slice.first) or (letter is not None and copied.get(letter, False)),
         }
@@ -112,10 +109,10 @@ def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
             setattr(weight, mark, value)
 
 
-def is_partial(name: str, parameter: Parameter, tensor: TensorGroup) -> bool:
+def is_partial(parameter: Parameter, tensor: TensorGroup) -> bool:
     """Check if a replicated weight's gradient covers only this rank's heads or tokens, and so must be summed."""
-    seen_by_share_of_tokens = tensor.sequence and name.endswith("norm.weight")
-    return tensor.size > 1 and (parameter.partial_gradient or seen_by_share_of_tokens)
+    partial = parameter.partial_gradient or (tensor.sequence and parameter.sequence_partial)
+    return tensor.size > 1 and partial
 
 
 def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: torch.device) -> list[Stage]:
@@ -140,7 +137,11 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
 def shared_gradients(config: Config, letters: Collection[str], dtype: torch.dtype) -> SharedGradients | None:
     """Build the cross-stage reducer for weights that sub-layers of these letters share; None if there are none."""
     table = parameter_table(config.model)
-    shared = {name: weight for name, weight in table.items() if weight.shared and name.split(".")[1] in letters}
+    shared = {
+        name: weight
+        for name, weight in table.items()
+        if isinstance(weight.owner, LetterOwner) and weight.owner.letter in letters
+    }
     narrow = KeptFormat.fp32 != config.precision.gradients
     if narrow:
         summed = dtype

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.adapters import AdaptersConfig, Adapting, adapter_key, is_projection
+from hybridtron.architecture.adapters import AdaptersConfig, Adapting, adapter_key, is_adaptable
 from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.schema import Config
@@ -158,9 +158,7 @@ class AdaptedFolder(ImportFolder):
         if not layers:
             yield f"no tensor is called LAYER.{DOWN}"
         table = parameter_table(self.model)
-        projections = {
-            key for name, weight in table.items() if is_projection(name, weight) for key in weight.stored(name)
-        }
+        projections = {key for name, weight in table.items() if is_adaptable(weight) for key in weight.stored(name)}
         for layer, rule in self.adapted.items():
             if not projections.issuperset(rule.ours):
                 yield f"{layer} has an adapter, and is no projection of a mixer"

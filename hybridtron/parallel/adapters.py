@@ -151,7 +151,7 @@ def attach_adapters(
     From then on such a layer adds its adapter's outputs to its own.
     """
     layers = dict(model.named_modules())
-    users = mixers_by_layer(layers)
+    users = mixers_by_layer(model)
     for name, parts in adapted_projections(table, adapters).items():
         if (layer := layers.get(name.removesuffix(".weight"))) is None:
             continue
@@ -183,13 +183,13 @@ def attach_adapters(
             layer.register_forward_hook(_add, prepend=True)  # before the hook that sums over ranks
 
 
-def mixers_by_layer(modules: Mapping[str, nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+def mixers_by_layer(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """Map each layer to the mixers that use it; several if sub-layers share its weights."""
     users: dict[nn.Module, list[nn.Module]] = {}
-    for name, mixer in modules.items():
-        if name.startswith("layers.") and name.count(".") == 2 and name.endswith(".mixer"):
-            for layer in mixer.modules():
-                users.setdefault(layer, []).append(mixer)
+    for sub_layer in model.get_submodule("layers").children():
+        mixer = sub_layer.get_submodule("mixer")
+        for layer in mixer.modules():
+            users.setdefault(layer, []).append(mixer)
     return users
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridtron.architecture.adapters import adapter_key, is_projection
+from hybridtron.architecture.adapters import adapter_key, is_adaptable
 from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter
 from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import FP8_MULTIPLES
@@ -94,7 +94,7 @@ def _adapted_values(layer: int, phase: ResolvedPhase, table: Mapping[str, Parame
     more = 0
     reads_input = False
     for name, weight in arch.mixer_weights(layer).items():
-        if not is_projection(name, weight):
+        if not is_adaptable(weight):
             continue
         is_adapted = adapter_key(name, "A") in table
         keeps_input = is_adapted or phase.learns(name)

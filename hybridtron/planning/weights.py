@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.base import LayerOwner, LetterOwner, ModelOwner, Parameter
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import fp8_layers
 from hybridtron.config.resolve import ResolvedPhase
@@ -24,25 +24,31 @@ class WeightBytes(NamedTuple):
     optimizer: int
 
 
-def held_names(table: Iterable[str], letters: Sequence[str], stages: Sequence[range], pipeline: int) -> list[list[str]]:
+def held_names(
+    table: Mapping[str, Parameter], letters: Sequence[str], stages: Sequence[range], pipeline: int
+) -> list[list[str]]:
     """List the weights of every pipeline rank, as `parameter_table` names them; a tied embedding has two homes.
 
     Weights that the places of a letter share are held by every rank with a place; `letters` are the sub-layers'.
     """
-    names = list(table)
     last = pipeline - 1
+    tied = all(weight.owner != ModelOwner("head") for weight in table.values())
     rank_of = {layer: chunk % pipeline for chunk, stage in enumerate(stages) for layer in stage}
     held: list[list[str]] = [[] for _ in range(pipeline)]
-    for name in names:
-        if name == "embedding.weight":
-            held[0].append(name)
-            if last and "head.weight" not in names:
-                held[last].append(name)
-        elif name.startswith("shared."):
-            for rank in sorted({rank for layer, rank in rank_of.items() if letters[layer] == name.split(".")[1]}):
-                held[rank].append(name)
-        else:
-            held[rank_of[int(name.split(".")[1])] if name.startswith("layers.") else last].append(name)
+    for name, weight in table.items():
+        match weight.owner:
+            case LayerOwner(layer):
+                ranks = {rank_of[layer]}
+            case LetterOwner(letter):
+                ranks = {rank for layer, rank in rank_of.items() if letters[layer] == letter}
+            case ModelOwner("embedding") if tied:
+                ranks = {0, last}
+            case ModelOwner("embedding"):
+                ranks = {0}
+            case _:
+                ranks = {last}
+        for rank in sorted(ranks):
+            held[rank].append(name)
     return held
 
 
@@ -86,8 +92,8 @@ def cached_bytes(config: Config, weights: Mapping[str, Parameter]) -> int:
     layers = fp8_layers(config)
     in_fp8 = (
         weight
-        for name, weight in weights.items()
-        if weight.fp8 and name.startswith("layers.") and int(name.split(".")[1]) in layers
+        for weight in weights.values()
+        if weight.fp8 and isinstance(weight.owner, LayerOwner) and weight.owner.index in layers
     )
     copies = 1 if config.precision.emulate else 2
     return copies * sum(local_size(weight, config.parallel) for weight in in_fp8)

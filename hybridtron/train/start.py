@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.base import LayerOwner, Parameter
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint import folder as checkpoints
@@ -137,16 +137,16 @@ def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow
 
 def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
     """Describe new weights: one line for each name within a sub-layer, with its layers and its initial value."""
-    places: dict[tuple[str, str], list[int]] = {}
+    layers: dict[tuple[str, str], list[str]] = {}
     for name, weight in new.items():
-        _, layer, leaf = name.split(".", 2)
+        assert isinstance(weight.owner, LayerOwner)
+        key = name.removeprefix(f"{weight.owner.path}.")
         if isinstance(weight.grown, tuple):
             start = f"a copy of {' and '.join(weight.grown)}"
         else:
             start = str(weight.grown)
-        places.setdefault((leaf, start), []).append(int(layer))
-    lines = places.items()
-    return [f"{leaf} is new in layers {', '.join(map(str, on))} and starts as {start}" for (leaf, start), on in lines]
+        layers.setdefault((key, start), []).append(str(weight.owner.index))
+    return [f"{key} is new in layers {', '.join(on)} and starts as {start}" for (key, start), on in layers.items()]
 
 
 def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[str], Tensor]:
@@ -162,9 +162,10 @@ def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[st
         if name in stored:
             return read_stored(name)
         grown = table[name].grown
+        owner = table[name].owner
         if isinstance(grown, tuple):
-            layer = name.split(".mixer.")[0]
-            return torch.cat([given.whole(f"{layer}.mixer.{key}") for key in grown])
+            assert owner is not None
+            return torch.cat([given.whole(f"{owner.path}.mixer.{key}") for key in grown])
         assert grown is not None
         return starting_value(grown, table[name].shape, seed, name)
 

@@ -21,7 +21,7 @@ from hybridtron.model.generate import generate
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import Op, force, observed
-from hybridtron.parallel.linear import SINGLE_RANK
+from hybridtron.parallel.linear import SINGLE_RANK, PlainLinear
 from tests.conftest import part_of, stored_weights
 from tests.conftest import seq_info as evaluated
 
@@ -168,6 +168,13 @@ def test_module_has_the_parameters_that_its_spec_lists(spec: MixerSpec) -> None:
     assert built == {name: parameter.shape for name, parameter in table.items()}
     for parameter in table.values():
         assert sum(rows for _, rows in parameter.parts) in (0, parameter.shape[0])
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_projections_are_the_weights_of_linear_layers(spec: MixerSpec) -> None:
+    layers = {name for name, module in build(spec).named_modules() if isinstance(module, PlainLinear)}
+    marked = {name for name, parameter in spec.parameters(SIZES).items() if parameter.projection}
+    assert marked == {f"{layer}.weight" for layer in layers}
 
 
 @pytest.mark.parametrize("spec", CASES)

@@ -70,16 +70,11 @@ def documents_with_tail(documents_BL: Tensor, width: int) -> Tensor:
 def reached(x_BSC: Tensor, documents_BS: Tensor | None, tap: int, width: int) -> Tensor:
     """Return a tap's input for each token: x from W - 1 - tap tokens before, or zero from another document."""
     end = x_BSC.shape[1] - (width - 1) + tap
-    return masked_at_borders(x_BSC[:, tap:end], documents_BS, tap, width)
-
-
-def masked_at_borders(tensor_BLC: Tensor, documents_BS: Tensor | None, tap: int, width: int) -> Tensor:
-    """Set to zero the tokens at which a tap reaches into another document."""
+    x_BLC = x_BSC[:, tap:end]
     if documents_BS is None or tap == width - 1:
-        return tensor_BLC
-    length = tensor_BLC.shape[1]
-    other_BL = documents_BS[:, tap : tap + length] != documents_BS[:, width - 1 :]
-    return tensor_BLC.masked_fill(other_BL.unsqueeze(2), 0)
+        return x_BLC
+    other_BL = documents_BS[:, tap:end] != documents_BS[:, width - 1 :]
+    return x_BLC.masked_fill(other_BL.unsqueeze(2), 0)
 
 
 def new_tail(inputs: ConvInputs) -> Tensor:

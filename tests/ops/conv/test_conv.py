@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hybridtron.device import Package
-from hybridtron.ops.conv import ConvInputs, causal_conv, causal_conv1d, fused
+from hybridtron.ops.conv import ConvInputs, causal_conv, causal_conv1d
 from hybridtron.ops.dispatch import force
 
-OWN_FORMS = ["reference", "fused", "native"]
+OWN_FORMS = ["reference", "native"]
 FORMS = [*OWN_FORMS, "causal-conv1d"]
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]])
 
@@ -23,12 +23,6 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 
 def _stand_in_for_causal_conv1d(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(causal_conv1d_fn=upstream_conv)
     monkeypatch.setattr(causal_conv1d, "optional_package", lambda name: Package(name, module, "stand-in"))
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 4 tokens, so that 11 tokens are two whole chunks and a ragged one."""
-    monkeypatch.setattr(fused, "CHUNK", 4)
 
 
 def upstream_conv(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None) -> Tensor:
@@ -89,7 +83,6 @@ def test_two_taps_by_hand(form: str) -> None:
 @pytest.mark.parametrize("activation", [True, False], ids=["silu", "linear"])
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.usefixtures("small_chunks")
 def test_equals_torch_conv1d(form: str, width: int, activation: bool) -> None:
     inputs = random_inputs(width=width)
     x, weight, bias, tail = inputs.values()
@@ -105,7 +98,6 @@ def test_equals_torch_conv1d(form: str, width: int, activation: bool) -> None:
 @pytest.mark.parametrize("absent", [("bias", "tail"), ("tail",), ()], ids=["bare", "bias", "all"])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["stream", "documents"])
 @pytest.mark.parametrize("form", OWN_FORMS)
-@pytest.mark.usefixtures("small_chunks")
 def test_gradients_are_the_slopes(
     form: str, documents: Tensor | None, absent: tuple[str, ...], activation: bool
 ) -> None:
@@ -134,7 +126,6 @@ def test_fast_forms_equal_the_reference(form: str, documents: Tensor | None) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.usefixtures("small_chunks")
 def test_cut_anywhere_and_carried_on_is_whole(form: str) -> None:
     inputs = random_inputs()
     whole, last = run(form, inputs)
@@ -148,7 +139,6 @@ def test_cut_anywhere_and_carried_on_is_whole(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", OWN_FORMS)
-@pytest.mark.usefixtures("small_chunks")
 def test_a_document_in_mid_row_starts_afresh(form: str) -> None:
     inputs = random_inputs(rows=1)
     y, last = run(form, inputs, DOCUMENTS[:1])

@@ -68,12 +68,11 @@ def seconds(op: Op, form: str, inputs: Any) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "other", "wanted"),
-    # conv: 4.6 on a Xeon, from 1.5 to 2.1 on a Zen 5, where torch reads memory faster
     [
         (scan, "chunked", 4.0),
         (ssd, "chunked", 2.5),
         (delta, "chunked", 2.0),
-        (conv, "fused", 1.3),
+        (conv, "reference", 1.5),
         (window, "blocked", 1.2),
     ],
 )

@@ -3,13 +3,16 @@
     hybridtron inspect recipe=samba_1.7b phases.0.micro_batch=4
     hybridtron inspect recipe=samba_1.7b --json
     hybridtron inspect recipe=samba_1.7b parallel.pipeline=4 --gpus 64
+    hybridtron inspect recipe=samba_421m --exact
     hybridtron inspect recipe=samba_3.8b --gpus 256 --fit 80GB
     hybridtron inspect recipe=samba_1.7b parallel.tensor=4 parallel.pipeline=2 --dry-run
 
 It takes the arguments of `hybridtron train`, reads no tokens and imports no torch. `hybridtron/planning/count.py`,
 `memory.py` and `fit.py` describe what is counted. `--gpus` is the number of processes; the default is the minimum for
-the layout. `--fit` lists layouts that fit into a memory size, fastest first by a model of the step time. `--dry-run`
-does import torch: it builds every rank's model on the meta device.
+the layout. `--fit` lists layouts that fit into a memory size, fastest first by a model of the step time. Planned memory
+is within 10%; `--exact` rehearses the step for the exact number, and `--fit` that of its fastest layouts. Rehearsals
+need Triton, run in processes of their own, and are kept until the code or the configuration changes. `--dry-run` does
+import torch: it builds every rank's model on the meta device.
 """
 
 from __future__ import annotations
@@ -38,8 +41,12 @@ from hybridtron.planning.activations import MARGIN
 from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
 from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_phase, plan
-from hybridtron.planning.rates import GPUS, UNSEEN
+from hybridtron.planning.rates import GPUS, HEAD_ROOM, UNSEEN
 from hybridtron.planning.share_balance import imbalance, token_costs
+from hybridtron.planning.traffic import Traffic
+from hybridtron.problems import Unusable
+from hybridtron.rehearse.exact import rehearsed_peaks
+from hybridtron.requirements import demand, missing
 from hybridtron.train.phase_table import (
     cost,
     phase_table,
@@ -52,7 +59,9 @@ from hybridtron.train.phase_table import (
 )
 
 MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(DeviceMemory))
+TRAFFIC_PARTS = tuple(part.name for part in dataclasses.fields(Traffic))
 SHOWN = 10  # layouts that --fit prints; --json has them all
+FINALISTS = 3  # of these, the fastest, whose steps are rehearsed
 
 
 def main(arguments: list[str]) -> int:
@@ -66,6 +75,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--gpus", type=positive, metavar="N", help="processes of the whole run")
     parser.add_argument("--fit", type=_gigabytes_given, metavar="80GB", help="layouts that fit this device memory")
     parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="whose rates --fit takes (default h100)")
+    parser.add_argument("--exact", action="store_true", help="rehearse the step for the exact memory (needs Triton)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--dry-run", action="store_true", help="build every rank's model on the meta device")
     chosen = parser.parse_intermixed_args(arguments)
@@ -74,17 +84,48 @@ def main(arguments: list[str]) -> int:
     for warning in warnings(config):
         print(f"note: {warning}", file=sys.stderr)
     gpus = chosen.gpus or config.parallel.model_ranks
-    if chosen.fit is None:
-        fitting = None
-    else:
+    fitting = peaks = None
+    if chosen.fit is not None:
         fitting = fit(config, gpus, chosen.fit, GPUS[chosen.gpu])
+        fitting = with_rehearsals(fitting, config, chosen)
+    elif chosen.exact:
+        demand("rehearse")
+        peaks = rehearsed_peaks(chosen.settings, gpus, chosen.gpu)
     if chosen.json:
-        print(json.dumps(as_json(config, gpus, fitting), indent=2))
+        print(json.dumps(as_json(config, gpus, fitting=fitting, peaks=peaks), indent=2))
     else:
-        print_tables(config, gpus, fitting)
+        print_tables(config, gpus, fitting=fitting, peaks=peaks)
     if chosen.dry_run:
         return dry_run(config)
     return 0
+
+
+def with_rehearsals(
+    fitting: Sequence[FittingLayout], config: Config, chosen: argparse.Namespace
+) -> list[FittingLayout]:
+    """Rehearse the steps of the fastest layouts, and leave out those whose exact peak does not fit."""
+    if (lack := missing("rehearse")) is not None:
+        print(f"note: memory is the plan's, within {MARGIN:.0%}, as no step can be rehearsed: {lack}", file=sys.stderr)
+        return list(fitting)
+    finalists = []
+    for layout in fitting[:FINALISTS]:
+        settings = replaced(chosen.settings, settings_of(layout, config))
+        print(f"note: rehearsing {' '.join(settings)}", file=sys.stderr)
+        try:
+            peak = max(rehearsed_peaks(settings, chosen.gpus or config.parallel.model_ranks, chosen.gpu))
+        except Unusable as problem:
+            print(f"note: memory is the plan's: {problem}", file=sys.stderr)
+            finalists.append(layout)
+            continue
+        if peak <= (1 - HEAD_ROOM) * chosen.fit:
+            finalists.append(dataclasses.replace(layout, rehearsed=peak))
+    return [*finalists, *fitting[FINALISTS:]]
+
+
+def replaced(settings: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return settings in which others replace those of the same key."""
+    by_key = {setting.partition("=")[0]: setting for setting in (*settings, *others)}
+    return list(by_key.values())
 
 
 def dry_run(config: Config) -> int:
@@ -103,7 +144,9 @@ def dry_run(config: Config) -> int:
     return 1 if mismatches else 0
 
 
-def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> dict[str, Any]:
+def as_json(
+    config: Config, gpus: int, *, fitting: list[FittingLayout] | None = None, peaks: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Return all results as plain values. FLOPs are for the first phase's sequence length."""
     model_count = count(config.model, config.phases[0].seq_len)
     phases = resolve(config)
@@ -123,6 +166,7 @@ def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> d
     return results | {
         "memory": {**_memory_json(layout_plan.fullest), "phase": phase.settings.name},
         "plan": {**_plan_json(layout_plan), "imbalance": _imbalance(config)},
+        "rehearsed": peaks,
     }
 
 
@@ -145,6 +189,7 @@ def _fitting_json(config: Config, layout: FittingLayout) -> dict[str, Any]:
         "settings": settings_of(layout, config),
         "data": layout.plan.data,
         "memory": _memory_json(layout.plan.fullest),
+        "rehearsed": layout.rehearsed,
         "model_seconds": layout.seconds,
         "sent_bytes": layout.sent_bytes,
         "bubble": layout.plan.bubble,
@@ -168,7 +213,9 @@ def _phase_json(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> dict[s
     }
 
 
-def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> None:
+def print_tables(
+    config: Config, gpus: int, *, fitting: list[FittingLayout] | None = None, peaks: Sequence[int] | None = None
+) -> None:
     """Print the tables: formatted on a terminal, plain text elsewhere."""
     console = wide_console()
     counted = count(config.model, config.phases[0].seq_len)
@@ -182,7 +229,9 @@ def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None)
     tables = [_letter_table(counted), _flops_table(counted), phase_table(config), source_table(config)]
     if fitting is None:
         layout_plan = plan(largest_phase(config), gpus)
-        tables += [_memory_table(config, layout_plan), *([_traffic_table(config, layout_plan)] if gpus > 1 else [])]
+        tables.append(_memory_table(config, layout_plan, peaks))
+        if gpus > 1:
+            tables.append(_traffic_table(config, layout_plan))
     else:
         tables.append(_fit_table(config, gpus, fitting))
     for table in tables:
@@ -230,10 +279,12 @@ def _flops_table(counted: ModelCount) -> Table:
     return table
 
 
-def _memory_table(config: Config, made: Plan) -> Table:
-    """Build a table with a row for each pipeline rank: its memory in GB, by use."""
+def _memory_table(config: Config, made: Plan, peaks: Sequence[int] | None) -> Table:
+    """Build a table with a row for each pipeline rank: its memory in GB, by use, and the rehearsed total."""
     phase = largest_phase(config).settings
     table = table_of("rank", "layers", "parameters", *MEMORY_PARTS, "total", "in flight", numbers_from=2)
+    if peaks is not None:
+        table.add_column("rehearsed", justify="right")
     table.title = (
         f"GB a device (estimate, within {MARGIN:.0%}): {config.precision.name.value}, "
         f"{phase.micro_batch} x {phase.seq_len} tokens, "
@@ -248,7 +299,8 @@ def _memory_table(config: Config, made: Plan) -> Table:
         layers = ", ".join(f"{chunk.layers.start}-{chunk.layers.stop - 1}" for chunk in rank.chunks)
         parts = [_gigabytes(getattr(rank.memory, part)) for part in MEMORY_PARTS]
         total = _gigabytes(rank.memory.total) + limit
-        table.add_row(str(rank.rank), layers, f"{rank.parameters:,}", *parts, total, str(rank.in_flight))
+        exact = [] if peaks is None else [_gigabytes(peaks[rank.rank])]
+        table.add_row(str(rank.rank), layers, f"{rank.parameters:,}", *parts, total, str(rank.in_flight), *exact)
     return table
 
 
@@ -257,7 +309,7 @@ def _traffic_table(config: Config, made: Plan) -> Table:
 
     Work is the rank's forward cost over the maximum of all ranks.
     """
-    table = table_of("rank", "tensor", "pipeline", "gradients", "parameters", "total", "work", numbers_from=1)
+    table = table_of("rank", *TRAFFIC_PARTS, "total", "work", numbers_from=1)
     table.title = f"GB that a device sends in a step (estimate); the pipeline waits {made.bubble:.1%} of its time"
     if config.parallel.context > 1:
         table.title += f"; the last share of a row of one document computes {_imbalance(config):.2f} times the mean"
@@ -277,14 +329,15 @@ def _imbalance(config: Config) -> float:
 
 
 def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table:
-    table = table_of("s a step (model)", "GB", "GB sent a step", "bubble", "settings", numbers_from=0)
-    table.columns[4].justify = "left"
-    table.columns[4].overflow = "fold"
+    table = table_of("s a step (model)", "GB", "rehearsed", "GB sent a step", "bubble", "settings", numbers_from=0)
+    table.columns[-1].justify = "left"
+    table.columns[-1].overflow = "fold"
     table.title = f"the fastest of {len(fitting)} layouts that fit on {gpus} devices, by a model that leaves out scans"
     for layout in fitting[:SHOWN]:
         table.add_row(
             f"{layout.seconds:.3g}",
             f"{layout.plan.fullest.memory.total / 1e9:.0f}",
+            _gigabytes(layout.rehearsed) if layout.rehearsed else "",
             _gigabytes(layout.sent_bytes),
             f"{layout.plan.bubble:.1%}",
             " ".join(settings_of(layout, config)),

@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
         print(f"note: {warning}", file=sys.stderr)
     phase = largest_phase(config)
     if chosen.rank == "all":
-        ranks = rehearsal.different_ranks(phase, world)
+        ranks = rehearsal.different_ranks(config.parallel, world)
     else:
         ranks = [int(chosen.rank)]
     try:

@@ -43,6 +43,7 @@ class FittingLayout:
     micro_batch: int
     plan: Plan
     seconds: float  # of a step, as a model
+    rehearsed: int | None = None  # bytes of the fullest pipeline rank's tensors, if the step was rehearsed
 
     @property
     def sent_bytes(self) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hybridtron.config.layout import data_parallel
 from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.config.schema import ParallelConfig
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import plan
 from hybridtron.planning.rates import GPU, GPUS
@@ -158,11 +158,10 @@ def rehearse_calls(gpu: str, calls: str, *given: Any) -> dict[Any, Work]:
     return process.calls(lambda: getattr(importlib.import_module(module), name)(*given))
 
 
-def different_ranks(phase: ResolvedPhase, world: int) -> Sequence[int]:
-    """Return one rank of each pipeline rank.
+def different_ranks(parallel: ParallelConfig, world: int) -> Sequence[int]:
+    """Return one rank of each pipeline rank; among ranks that share rows the last, which holds the most.
 
     Megatron counts tensor ranks first, then context and data ranks, then pipeline ranks.
     """
-    parallel = phase.config.parallel
-    data = data_parallel(parallel, world)
-    return range(0, world, parallel.tensor * parallel.context * data)
+    last = parallel.tensor * (parallel.context - 1)
+    return range(last, world, world // parallel.pipeline)

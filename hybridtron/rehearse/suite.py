@@ -25,6 +25,7 @@ from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
 from hybridtron.config.schema import Config
 from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.problems import ConfigError
+from hybridtron.rehearse.rehearsal import different_ranks
 from hybridtron.shipped import PACKAGE
 from hybridtron.train.records import read_lines, write_whole
 
@@ -160,14 +161,10 @@ class SuiteRecords:
 
 
 def ranks_of(case: RecipeCase, config: Config) -> Sequence[int]:
-    """Return the ranks to rehearse in a case: one for each pipeline rank, and all ranks for EVERY_RANK.
-
-    Among ranks that share rows it is the last, which holds the most.
-    """
+    """Return the ranks to rehearse in a case: one for each pipeline rank, and all ranks for EVERY_RANK."""
     if (case.recipe, case.layout) == EVERY_RANK:
         return range(case.world)
-    last = config.parallel.tensor * (config.parallel.context - 1)
-    return range(last, case.world, case.world // config.parallel.pipeline)
+    return different_ranks(config.parallel, case.world)
 
 
 def missing(

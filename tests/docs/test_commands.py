@@ -54,6 +54,8 @@ ONLY_PARSED = {  # by how a command begins
     "import adapter": "an adapter of peft: tests/interop/test_peft_import.py",
     "import ema-hf": TUTORIAL,
     "inspect recipe=ema": TUTORIAL,
+    "inspect recipe=samba_1.3b parallel.pipeline=4 --gpus 64 --exact": "rehearses: tests/rehearse/test_exact.py",
+    "inspect recipe=samba_3.8b --gpus 256 --fit": "rehearses: tests/rehearse/test_exact.py",
     "inspect recipe=mine": "test_the_example_of_a_recipe_trains",
     "replay": "a refused step: tests/train/test_refused.py",
     "rehearse": "a process of its own: tests/rehearse",

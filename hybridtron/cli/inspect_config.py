@@ -85,11 +85,12 @@ def main(arguments: list[str]) -> int:
         print(f"note: {warning}", file=sys.stderr)
     gpus = chosen.gpus or config.parallel.model_ranks
     fitting = peaks = None
+    if chosen.exact:
+        demand("rehearse")
     if chosen.fit is not None:
         fitting = fit(config, gpus, chosen.fit, GPUS[chosen.gpu])
         fitting = with_rehearsals(fitting, config, chosen)
     elif chosen.exact:
-        demand("rehearse")
         peaks = rehearsed_peaks(chosen.settings, gpus, chosen.gpu)
     if chosen.json:
         print(json.dumps(as_json(config, gpus, fitting=fitting, peaks=peaks), indent=2))

@@ -61,7 +61,7 @@ def compiler() -> Path:
     for name in (chosen,) if chosen else COMPILERS:
         if program := shutil.which(name):
             return Path(program).resolve()
-    raise NotBuilt(f"CXX={chosen} is no program" if chosen else f"no C++ compiler ({', '.join(COMPILERS)}; CXX=...)")
+    raise NotBuilt(f"CXX={chosen} is not a program" if chosen else f"no C++ compiler ({', '.join(COMPILERS)}; CXX=...)")
 
 
 def load(folder: str, name: str, make: Callable[[Path], None], mode: int = ctypes.DEFAULT_MODE) -> LoadedLibrary:

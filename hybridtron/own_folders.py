@@ -56,7 +56,7 @@ class OwnFolder:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise OSError("is no regular file")
+                raise OSError("is not a regular file")
             if status.st_uid not in (0, os.getuid()):
                 raise NotOwn(f"{self.path / name} belongs to another user ({status.st_uid}): remove it")
             if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _of_one_user(status.st_gid)):

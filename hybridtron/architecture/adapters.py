@@ -173,7 +173,7 @@ def adapter_problems(table: Mapping[str, Parameter], adapters: AdaptersConfig) -
     for pattern in adapters.weights:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = did_you_mean(pattern, projection_names)
-            what = f"has {pattern!r}, which is the name of no projection{hint}; there are {', '.join(projection_names)}"
+            what = f"has {pattern!r}, which matches no projection{hint}; there are {', '.join(projection_names)}"
             yield Problem("weights", "unknown-name", what)
 
 

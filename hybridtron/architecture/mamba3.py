@@ -132,6 +132,8 @@ class Mamba3Spec(MixerSpec):
         yield from uneven_heads(model.width, self.expand, self.head_dim, self.groups)
         if not self.angles:
             yield Problem(
-                "turned", "not-divisible", f"is {self.turned}, which of state={self.state} is no pair of entries"
+                "turned",
+                "not-divisible",
+                f"is {self.turned}, which rotates no pair of the state's {self.state} entries: use more",
             )
         yield from disordered(self, "dt_min", "dt_max")

@@ -58,7 +58,9 @@ def _feeder_problems(
         yield Problem("model.pattern", "misplaced", f"{what}before a stage border: move the border")
     if letter == ".":
         yield Problem(
-            f"model.layers.{letter}", "unsupported", "names weights that its places share: use another letter"
+            f"model.layers.{letter}",
+            "unsupported",
+            "cannot be used for a letter with shared weights: choose another letter",
         )
 
 

@@ -112,7 +112,11 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
         where = f"model.layers.{letter}"
         if len(letter) != 1 or letter.isspace() or letter in RESERVED:
             problems.append(
-                Problem(where, "malformed", f"is no letter: use one character, not a space or one of {RESERVED}")
+                Problem(
+                    where,
+                    "malformed",
+                    f"is not a valid letter: use a single character other than a space or one of {RESERVED}",
+                )
             )
         try:
             specs[letter] = _spec(where, dict(options))
@@ -212,7 +216,7 @@ def _option_problems(schema: type, what: str, options: Mapping[str, Any], where:
         if name not in names:
             hint = did_you_mean(name, names)
             problems.append(
-                Problem(f"{where}.{name}", "unknown-name", f"is no option of {what}{hint}; {_known(names)}")
+                Problem(f"{where}.{name}", "unknown-name", f"is not an option of {what}{hint}; {_known(names)}")
             )
         elif isinstance(below, type) and isinstance(value, Mapping):
             problems += _option_problems(below, name, value, f"{where}.{name}")

@@ -166,7 +166,7 @@ def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise BrokenCheckpoint(f"{path} does not say what a manifest says: {error!r}") from error
     if outside := [name for name in files if "/" in name or name in ("", ".", "..")]:
-        raise BrokenCheckpoint(f"{path} names {outside[0]!r}, which is no file of the checkpoint")
+        raise BrokenCheckpoint(f"{path} names {outside[0]!r}, which is not a file of the checkpoint")
     if strays := {chunk.file for chunk in manifest.chunks} - files.keys():
         raise BrokenCheckpoint(f"{path} has chunks in {min(strays)!r}, which it does not list")
     return manifest

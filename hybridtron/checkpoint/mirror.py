@@ -138,14 +138,14 @@ def download(url: str, run_dir: Path) -> Path:
     stored = bucket.small(FILE, manifest.GREATEST)
     if stored is None:
         raise BrokenCheckpoint(
-            f"{bucket.url} holds neither {folders.POINTER} nor {FILE}: it is no mirror, or incomplete"
+            f"{bucket.url} holds neither {folders.POINTER} nor {FILE}: it is not a mirror, or incomplete"
         )
     stored_manifest = manifest.of_bytes(stored, Path(FILE))
     if name != manifest.name_of(stored_manifest.meta.step):
         raise BrokenCheckpoint(f"{bucket.url} holds step {stored_manifest.meta.step}: it was renamed")
     target = run_dir / "checkpoints" / name
     if target.exists():
-        raise FileExistsError(f"{target} is there already")
+        raise FileExistsError(f"{target} already exists")
     with appearing(target) as temporary:
         for file in stored_manifest.files:
             with (temporary / file).open("wb") as into:

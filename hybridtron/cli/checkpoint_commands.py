@@ -129,7 +129,7 @@ def resharded(chosen: argparse.Namespace) -> int:
 def fetched(chosen: argparse.Namespace) -> int:
     """Download a checkpoint from a mirror into a run's folder. Returns 1 if it is broken or the store fails."""
     if not chosen.url.startswith("s3://"):
-        raise Unusable(f"{chosen.url} is no mirror: give s3://BUCKET/PREFIX", code="malformed")
+        raise Unusable(f"{chosen.url} is not a mirror: give s3://BUCKET/PREFIX", code="malformed")
     try:
         with RunLock(chosen.run):  # else a run in progress could mistake the incomplete download for its own checkpoint
             print(f"{download(chosen.url, chosen.run)}: fetched, every byte as it was written")

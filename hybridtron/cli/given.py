@@ -40,7 +40,7 @@ def checkpoints_at(path: Path) -> list[Path]:
         return checkpoints
     cure = "give a run's folder, which has checkpoints/step-..., or one of these"
     raise Unusable(
-        f"{path} holds no checkpoint: {cure}. A run writes its first one after checkpoint.every steps.", code="no-file"
+        f"{path} has no checkpoint: {cure}. A run writes its first one after checkpoint.every steps.", code="no-file"
     )
 
 
@@ -86,7 +86,7 @@ def newest_checkpoint(path: Path) -> Path:
     checkpoint = newest(path)
     if checkpoint is None:
         raise Unusable(
-            f"{path} holds no whole checkpoint; `hybridtron checkpoint verify {path}` says why", code="unreadable"
+            f"{path} has no valid checkpoint; `hybridtron checkpoint verify {path}` says why", code="unreadable"
         )
     return checkpoint.folder
 
@@ -109,7 +109,7 @@ def bytes_of(option: str, text: str) -> int:
 def not_there_yet(output: Path) -> Path:
     """Return the path of an output folder. Raises Unusable if it exists."""
     if output.exists():
-        raise Unusable(f"{output} is there already; name a folder that is not", code="exists")
+        raise Unusable(f"{output} already exists; name a folder that does not", code="exists")
     return output
 
 

@@ -363,5 +363,5 @@ def _gigabytes_given(text: str) -> float:
     """Parse gigabytes such as `80GB` or `80` to bytes, for argparse."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:GB)?", text, re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory such as 80GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory such as 80GB")
     return float(match[1]) * 1e9

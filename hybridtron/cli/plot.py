@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         raise Unusable(f"{chosen.run} is not the folder of a run: it has no metrics.jsonl", code="no-file")
     lines = read_lines(metrics)
     if not lines:
-        raise Unusable(f"{metrics} holds no step yet", code="missing")
+        raise Unusable(f"{metrics} has no step yet", code="missing")
     draw(chosen.run.resolve().name, lines, output)
     print(output)
     return 0

@@ -215,7 +215,7 @@ def _config(folder: Path) -> Config:
         raise Unusable(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist", code="no-file")
     if not (folder / "config.yaml").exists():
         raise Unusable(
-            f"{folder} holds no run: a run's folder has config.yaml, which train and submit write", code="no-file"
+            f"{folder} has no run: a run's folder has config.yaml, which train and submit write", code="no-file"
         )
     try:
         return load_saved(folder / "config.yaml")

@@ -158,7 +158,7 @@ def _run(run: RunConfig) -> Iterator[Problem]:
         )
     if run.resume not in ("auto", "never") and not is_folder(run.resume):
         cure = "use auto, never, or a checkpoint's folder"
-        yield Problem("run.resume", "no-file", f"is {shortened(run.resume)!r}, which is no folder; {cure}")
+        yield Problem("run.resume", "no-file", f"is {shortened(run.resume)!r}, which is not a folder; {cure}")
 
 
 def _profile(config: Config) -> Iterator[Problem]:

@@ -36,7 +36,9 @@ def export_class(model: ModelConfig, wanted: Export) -> str:
         return fitting[0]
     listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
     if wanted is Export.native:
-        raise CannotExport(f"{model.pattern} is no class of transformers; auto and custom ship a class for it{listed}")
+        raise CannotExport(
+            f"transformers has no class for {model.pattern}; auto and custom ship a class for it{listed}"
+        )
     return SHIPPED
 
 

@@ -72,7 +72,7 @@ def not_settings(arguments: Sequence[str], recipe_meant: Callable[[str], str | N
                 taken = None
             if name in CONFIG_OPTIONS:
                 cure = "name a file of your own by its path, recipe=./mine.yaml, or put it into configs/recipe/ here"
-                yield Problem(argument, "unknown-name", f"is no option: {cure}")
+                yield Problem(argument, "unknown-name", f"is not an option: {cure}")
                 continue
             yield Problem(
                 argument, "malformed", f"is not of the form key=value: write {name}={value or taken or 'VALUE'}"

@@ -147,7 +147,7 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
     except (OSError, ValueError, RuntimeError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([Problem(group, "unreadable", f"{path} can't be read: {error}")]) from error
     if not isinstance(keys, DictConfig) or not keys:
-        raise ConfigError([Problem(group, "missing", f"{path} holds no keys, such as `model:` or `run:`")])
+        raise ConfigError([Problem(group, "missing", f"{path} has no keys, such as `model:` or `run:`")])
     if _is_stored(Path(path).expanduser()) and "hooks" in (keys.get("run") or ()):
         keys.run.pop("hooks")
         file = replace(file, text=OmegaConf.to_yaml(keys))

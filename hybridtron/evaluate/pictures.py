@@ -37,7 +37,7 @@ def require_format(output: Path) -> None:
     if (ending := output.suffix.removeprefix(".")) not in FigureCanvasBase.filetypes:
         known = ", ".join(sorted(FigureCanvasBase.filetypes))
         raise Unusable(
-            f"{output} ends in {ending or 'nothing'!r}, which is no format of pictures: use one of {known}",
+            f"{output} ends in {ending or 'nothing'!r}, which is not a picture format: use one of {known}",
             code="unknown-name",
         )
 

@@ -121,7 +121,7 @@ def named_or_file(name: str) -> dict[str, Any]:
         return SUITES[name]
     if not Path(name).exists():
         raise Unusable(
-            f"{name!r} is no file and no suite{did_you_mean(name, SUITES)}; there are {', '.join(SUITES)}",
+            f"{name!r} is neither a file nor a suite{did_you_mean(name, SUITES)}; there are {', '.join(SUITES)}",
             code="unknown-name",
         )
     return read_keys(Path(name), KEYS[""])

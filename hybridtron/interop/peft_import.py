@@ -81,7 +81,7 @@ class AdaptedFolder(ImportFolder):
             else:
                 more = []
             listed = "\n  ".join([*faults[:SHOWN], *more])
-            raise CannotImport(f"{folder} is no adapter that we can have beside {base.weights.folder}:\n  {listed}")
+            raise CannotImport(f"{folder} is not an adapter that fits beside {base.weights.folder}:\n  {listed}")
         return combined
 
     @property
@@ -161,7 +161,7 @@ class AdaptedFolder(ImportFolder):
         projections = {key for name, weight in table.items() if is_adaptable(weight) for key in weight.stored(name)}
         for layer, rule in self.adapted.items():
             if not projections.issuperset(rule.ours):
-                yield f"{layer} has an adapter, and is no projection of a mixer"
+                yield f"{layer} has an adapter, and is not a projection of a mixer"
                 continue
             if rule.theirs in self.saved:
                 yield f"{layer} has an adapter, and is saved whole besides"
@@ -209,7 +209,7 @@ def adapted_folder(folder: Path, base: Path | None) -> tuple[AdaptedFolder, Path
     named_base = lora_settings(folder).base
     if base is None and not (named_base and Path(named_base).is_dir()):
         raise CannotImport(
-            f"{folder / CONFIG} names {named_base!r} as its base, which is no folder here: add --base FOLDER"
+            f"{folder / CONFIG} names {named_base!r} as its base, which is not a folder here: add --base FOLDER"
         )
     base_folder = base or Path(str(named_base))
     if (folder / "tokenizer.json").exists():

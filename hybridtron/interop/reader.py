@@ -133,7 +133,7 @@ class Weights:
         if not isinstance(stored, dict) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in stored.items()
         ):
-            raise CannotImport(f"{file} is no dictionary of tensors by their names")
+            raise CannotImport(f"{file} is not a dictionary of tensors by their names")
         for name, tensor in stored.items():
             self.shapes[name] = tuple(tensor.shape)
             self._of_name[name] = lambda tensor=tensor: tensor

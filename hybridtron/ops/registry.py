@@ -57,7 +57,7 @@ def force_problems(implementations: Mapping[str, str], device: str | None = None
             names = {each.name: device and each.unavailable_reason(device) for each in every}
         else:
             cure = f"name one of {', '.join(OPS)}, or * for all"
-            problems.append(Problem(f"{key}.{name}", "unknown-name", f"is no op{did_you_mean(name, OPS)}: {cure}"))
+            problems.append(Problem(f"{key}.{name}", "unknown-name", f"is not an op{did_you_mean(name, OPS)}: {cure}"))
             continue
         if wanted not in names:
             fault = f"is {wanted!r}{did_you_mean(wanted, names)}, must be one of {', '.join(names)}"

@@ -115,7 +115,7 @@ class _File:
             else:
                 start = folder_of(str(start_name))
             if start is not None and start not in [earlier.name for earlier in variants]:
-                raise self.wrong(part, f"starts from {start!r}, which is no variant before it")
+                raise self.wrong(part, f"starts from {start!r}, which is not a variant before it")
             variants.append(Variant(str(name), self.settings(part, value), start, start != start_name))
         return variants
 

@@ -79,7 +79,8 @@ class Copying(TokenTask):
         if not 1 <= shortest <= longest:
             options = f"shortest={shortest} longest={longest}"
             raise TaskError(
-                f"{self.name}: {options}: at least 1 letter, and not fewer than the shortest", code="out-of-range"
+                f"{self.name}: {options}: must be at least 1 letter, and longest not below shortest",
+                code="out-of-range",
             )
         if longest > room:
             needed = f"it needs {2 * longest + FIXED}"

@@ -66,7 +66,7 @@ def _words(provider: str, enough: int) -> list[str]:
     kind, _, place = provider.partition(":")
     readers = {"files": _files, "shards": _shards}
     if kind not in readers or not place:
-        raise TaskError(f"essay={provider}: is {SYNTHETIC}, files:DIR or shards:DIR", code="malformed")
+        raise TaskError(f"essay={provider}: must be {SYNTHETIC}, files:DIR or shards:DIR", code="malformed")
     words: list[str] = []
     num_characters = 0
     for text in readers[kind](Path(place)):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import log
 from random import Random
 
+from hybridtron.problems import Code
 from hybridtron.tasks.base import IGNORED, Sample, TaskError, TextTokens, TokenTask
 
 # Bounds of `power`: with these, i ** (power - 1) and its reciprocal are finite for every slot i.
@@ -105,28 +106,35 @@ class MultiQueryRecall(TokenTask):
         return sorted(range(num_slots), key=waits.__getitem__)[: self.pairs]
 
     def _check(self, length: int) -> None:
-        checks = [
-            (length % 2, f"a length of {length} is odd, and slots have two tokens"),
-            (self.pairs < 1, f"pairs={self.pairs}: at least 1"),
-            (self.noise < 0, f"noise={self.noise}: at least 0"),
-            (self.noise and not self.random_rest, f"noise={self.noise}: needs random_rest=true"),
+        checks: list[tuple[object, Code, str]] = [
+            (length % 2, "not-divisible", f"a length of {length} is odd, and slots have two tokens"),
+            (self.pairs < 1, "out-of-range", f"pairs={self.pairs}: must be at least 1"),
+            (self.noise < 0, "out-of-range", f"noise={self.noise}: must be at least 0"),
+            (self.noise and not self.random_rest, "needs-other-key", f"noise={self.noise}: needs random_rest=true"),
             (
                 not SMALLEST_POWER <= self.power <= LARGEST_POWER,  # also true of nan
+                "out-of-range",
                 f"power={self.power}: must be from {SMALLEST_POWER:g} to {LARGEST_POWER} (default: 0.01)",
             ),
-            (4 * self.pairs > length, f"a length of {length} can't fit pairs={self.pairs}; it needs {4 * self.pairs}"),
+            (
+                4 * self.pairs > length,
+                "does-not-fit",
+                f"a length of {length} can't fit pairs={self.pairs}; it needs {4 * self.pairs}",
+            ),
             (
                 self.random_rest and not self.noise and self.vocabulary <= length,
+                "out-of-range",
                 f"vocabulary={self.vocabulary}: must be more than the length {length}, unless noise is set",
             ),
             (
                 self.vocabulary // 2 <= self.pairs,
-                f"vocabulary={self.vocabulary}: at least {2 * self.pairs + 2} for pairs={self.pairs}",
+                "out-of-range",
+                f"vocabulary={self.vocabulary}: must be at least {2 * self.pairs + 2} for pairs={self.pairs}",
             ),
         ]
-        for is_wrong, message in checks:
+        for is_wrong, code, message in checks:
             if is_wrong:
-                raise TaskError(f"{self.name}: {message}", code="out-of-range")
+                raise TaskError(f"{self.name}: {message}", code=code)
 
     def chance(self) -> float:
         return 1 / (self.vocabulary - self.vocabulary // 2)

@@ -84,5 +84,5 @@ def _read(name: str, option: str, text: str, default: object) -> object:
         raise
     except (ValueError, KeyError) as error:
         raise TaskError(
-            f"{name}: {option}={text}: is of type {type(default).__name__}, such as {default}", code="wrong-type"
+            f"{name}: {option}={text}: must be of type {type(default).__name__}, such as {default}", code="wrong-type"
         ) from error

@@ -94,7 +94,7 @@ class Passkey(Task):
                 f"{self.name}: digits={self.digits}: must be from 1 to {MOST_DIGITS:,}", code="out-of-range"
             )
         if self.trim not in TRIMS:
-            raise TaskError(f"{self.name}: trim={self.trim}: is {' or '.join(TRIMS)}", code="unknown-name")
+            raise TaskError(f"{self.name}: trim={self.trim}: must be {' or '.join(TRIMS)}", code="unknown-name")
 
 
 def depth_of(index: int, steps: int, random: Random) -> float:

@@ -103,11 +103,11 @@ class JointRecall(TokenTask):
         matches = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in self.sizes.split(",")]
         ranges = [(int(match[1]), int(match[2] or match[1])) for match in matches if match]
         if not 1 <= self.symbols <= SYMBOLS:
-            raise TaskError(f"{self.name}: symbols={self.symbols}: is from 1 to {SYMBOLS}", code="out-of-range")
+            raise TaskError(f"{self.name}: symbols={self.symbols}: must be from 1 to {SYMBOLS}", code="out-of-range")
         usable = all(1 <= fewest <= most <= self.symbols for fewest, most in ranges)
         if not usable or not 1 <= len(ranges) == len(matches) <= MOST_LEVELS:
             cure = f"1 to {MOST_LEVELS} ranges from 1 to {self.symbols}, such as 5-16,5-16"
-            raise TaskError(f"{self.name}: sizes={self.sizes}: is {cure}", code="out-of-range")
+            raise TaskError(f"{self.name}: sizes={self.sizes}: must be {cure}", code="out-of-range")
         return ranges
 
     def chance(self) -> float:

@@ -61,9 +61,9 @@ def open_tokens(name: str) -> TextTokens:
         tokenizer = read_tokenizer(content, spelled=True)
     except FileNotFoundError as error:
         cure = f"name a folder with tokenizer.json, that file, or {BYTES}"
-        raise TaskError(f"--tokenizer {name}: there is no {file}; {cure}", code="no-file") from error
+        raise TaskError(f"--tokenizer {name}: {file} does not exist; {cure}", code="no-file") from error
     except (Unreadable, OSError) as error:
         raise TaskError(f"--tokenizer {name}: {file} can't be read: {error}", code="unreadable") from error
     except BadTokenizer as error:
-        raise TaskError(f"--tokenizer {name}: {file} is no tokenizer.json: {error}", code="unreadable") from error
+        raise TaskError(f"--tokenizer {name}: {file} is not a tokenizer.json: {error}", code="unreadable") from error
     return FileTokens(tokenizer, hashlib.sha256(content).hexdigest())

@@ -175,7 +175,7 @@ def _hook_of(entry: Any) -> Hook:
         )
     if not _is_hook(hook_class):
         cure = "derive it from hybridtron.train.hooks.Hook"
-        raise _NoHook("wrong-type", f"names {path}, which is no hook but {type(hook_class).__name__} {name}: {cure}")
+        raise _NoHook("wrong-type", f"names {path}, which is not a hook but {type(hook_class).__name__} {name}: {cure}")
     try:
         return hook_class(**options)
     except Exception as error:

@@ -90,7 +90,7 @@ def key_of(folder: Path) -> BatchKey:
     """Return the key of the batch that a folder holds. Raises Unusable if its name is another."""
     if (match := re.fullmatch(r"phase-(\d+)-batch-(\d+)", folder.name)) is None:
         raise Unusable(
-            f"{folder} is no batch of a refused step: such a folder is called phase-N-batch-N", code="malformed"
+            f"{folder} is not a batch of a refused step: such a folder is called phase-N-batch-N", code="malformed"
         )
     return BatchKey(int(match[1]), int(match[2]))
 
@@ -127,7 +127,7 @@ def read_batch(folder: Path, turns: int) -> RefusedBatch:
     about = read_record(folder / ABOUT)
     files = sorted(folder.glob("data-*.safetensors"))
     if not about or not files:
-        fault = "holds no batch of a refused step: the run was killed while it was written; name another"
+        fault = "has no batch of a refused step: the run was killed while it was written; name another"
         raise Unusable(f"{folder} {fault}", code="unreadable")
     parts: dict[str, list[Mapping[str, Tensor]]] = {}
     for file in files:

@@ -52,7 +52,7 @@ def starting_point(config: Config) -> Checkpoint | None:
     if checkpoint is None and (broken := checkpoints.all_of(run_dir)):
         cure = "start from scratch with run.resume=never, or name another checkpoint"
         raise ConfigError(
-            [Problem("run.resume", "unreadable", f"finds {len(broken)} checkpoints, none of them whole; {cure}")]
+            [Problem("run.resume", "unreadable", f"finds {len(broken)} checkpoints, but none is valid; {cure}")]
         )
     return checkpoint
 
@@ -73,14 +73,14 @@ def _named(named: str, key: str) -> Checkpoint:
     cure = "name a run's folder that has one, or a whole checkpoint"
     if named.endswith(BEST):
         if (checkpoint := checkpoints.best(path)) is None:
-            why = f"{path} holds no checkpoint with a held-out loss, which those of steps have at which it is measured"
+            why = f"{path} has no checkpoint with a held-out loss; checkpoints store it only at evaluation steps"
             raise ConfigError([Problem(key, "no-file", f"{why} (run.eval_every): name another folder")])
         return checkpoint
     if not (path / "checkpoints").exists():
         return opened(path, key, cure)
     checkpoint = checkpoints.newest(path)
     if checkpoint is None:
-        raise ConfigError([Problem(key, "no-file", f"{path} holds no checkpoint; {cure}")])
+        raise ConfigError([Problem(key, "no-file", f"{path} has no checkpoint; {cure}")])
     return checkpoint
 
 

@@ -120,7 +120,7 @@ def test_what_changed_in_the_store_is_not_taken(alone: Groups, write: Write, tmp
         store.faults.clear()
     target = download(URL, tmp_path / "back")
     assert not list(Checkpoint.open(target).faults())
-    with pytest.raises(FileExistsError, match="there already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         download(URL, tmp_path / "back")
 
 

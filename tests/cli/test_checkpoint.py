@@ -151,12 +151,12 @@ def test_a_checkpoint_written_again_holds_the_same(
     assert all(torch.equal(left.whole(key), right.whole(key)) for key in left.shapes)
     assert len(list((tmp_path / "again").glob("optimizer-*"))) > 3
     assert reported(capsys, 0, "diff", run, tmp_path / "again") == "the same\n"
-    assert "is there already" in reported(capsys, 2, "reshard", run, tmp_path / "again")
+    assert "already exists" in reported(capsys, 2, "reshard", run, tmp_path / "again")
 
 
-def test_what_is_no_checkpoint_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_without_a_checkpoint_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist" in reported(capsys, 2, "list", tmp_path / "nowhere")
-    assert "holds no checkpoint" in reported(capsys, 2, "verify", tmp_path)
+    assert "has no checkpoint" in reported(capsys, 2, "verify", tmp_path)
     assert "--file-size lots" in reported(capsys, 2, "reshard", run, tmp_path / "again", "--file-size", "lots")
 
 

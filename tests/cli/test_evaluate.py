@@ -305,10 +305,10 @@ def test_too_little_text_is_said(run: Path, capsys) -> None:
     assert f"more than {sum(LENGTHS) + len(LENGTHS)}:" in said
 
 
-def test_what_is_no_checkpoint_is_said(run: Path, tmp_path: Path, capsys) -> None:
+def test_a_path_without_a_checkpoint_is_refused(run: Path, tmp_path: Path, capsys) -> None:
     assert "does not exist" in refused(capsys, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "holds no checkpoint" in refused(capsys, tmp_path / "empty")
+    assert "has no checkpoint" in refused(capsys, tmp_path / "empty")
     broken = tmp_path / "step-00000004"
     broken.mkdir()
     for name in ("manifest.json", "config.yaml", "tokenizer.json"):

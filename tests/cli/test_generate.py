@@ -117,10 +117,10 @@ def test_bad_input_is_refused_before_anything_is_computed(run_dir: Path, tmp_pat
         assert said in capsys.readouterr().err
 
 
-def test_what_is_no_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) -> None:
+def test_a_path_without_a_checkpoint_is_refused(run_dir: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    reasons = {"nowhere": "does not exist", "file": "is not a folder", "empty": "holds no checkpoint"}
+    reasons = {"nowhere": "does not exist", "file": "is not a folder", "empty": "has no checkpoint"}
     for name, said in reasons.items():
         assert main(["generate", str(tmp_path / name)]) == 2
         assert said in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_the_table_and_folders_that_hold_no_run(
         assert main(["status", str(run), str(folder)]) == 2
         assert fault in capsys.readouterr().err
     assert main(["status", str(run.parent)]) == 2
-    assert "holds no run: a run's folder has config.yaml" in capsys.readouterr().err
+    assert "has no run: a run's folder has config.yaml" in capsys.readouterr().err
     monkeypatch.chdir(run)
     assert main(["status"]) == 2
     assert "no run below runs/" in capsys.readouterr().err

@@ -170,7 +170,7 @@ def test_one_sample_at_a_time_gives_the_same_answers(run: Path, output: Path, tm
         assert one.get("nats", 0.0) == pytest.approx(other.get("nats", 0.0), rel=1e-5)
 
 
-def test_what_was_measured_otherwise_is_not_continued(run: Path, output: Path, tmp_path: Path, capsys) -> None:
+def test_records_of_another_step_are_not_continued(run: Path, output: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "samples.jsonl").write_text((output / "samples.jsonl").read_text().replace('"step": 4', '"step": 5'))
     file = asked(tmp_path, ASKED)
     assert main(["evaluate", str(run), "--tasks", str(file), "--output", str(tmp_path)]) == 2

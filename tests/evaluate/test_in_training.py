@@ -61,7 +61,7 @@ def losses(run: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines_of(run / "metrics.jsonl")]
 
 
-def test_it_is_what_evaluate_finds_of_the_checkpoint(run: Path, data: Path, tmp_path: Path) -> None:
+def test_evaluation_in_training_equals_evaluate(run: Path, data: Path, tmp_path: Path) -> None:
     assert list(measured(run)) == [2, 4]
     for step, found in measured(run).items():
         options = ["--tasks", str(data.parent / "asked.yaml"), "--output", str(tmp_path / str(step)), "--rows", "1"]
@@ -87,7 +87,7 @@ def test_a_run_that_resumes_measures_the_same(run: Path, data: Path, settings: l
 
 
 REFUSED = {
-    "no suite, did you mean samba": "sambo",
+    "did you mean samba": "sambo",
     "no task passkye": {"tasks": [{"task": "passkye", "lengths": [400]}]},
     "can't fit the sample": {"tasks": [{"task": "passkey", "lengths": [20]}]},
     "takes 4001 tokens": {"perplexity": [{"lengths": [4000]}]},
@@ -95,7 +95,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_measured_is_said_before_a_step(said: str, data: Path, tmp_path: Path, capsys) -> None:
+def test_impossible_evaluations_are_refused_before_training(said: str, data: Path, tmp_path: Path, capsys) -> None:
     asked = REFUSED[said]
     if isinstance(asked, dict):
         (tmp_path / "asked.yaml").write_text(yaml.safe_dump(asked))

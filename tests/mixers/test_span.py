@@ -144,7 +144,7 @@ def test_rows_may_be_cut_anywhere_where_the_chunk_before_chooses(memory: str, cu
     torch.testing.assert_close(ours, theirs)
 
 
-def test_where_the_chunk_itself_chooses_rows_are_cut_at_chunks() -> None:
+def test_rows_end_at_chunk_boundaries_under_relevance_chunk() -> None:
     mixer = build(**SMALL, remember=32)
     x = x_of()
     whole = mixer(x, None, rows()).y_LBD
@@ -152,7 +152,7 @@ def test_where_the_chunk_itself_chooses_rows_are_cut_at_chunks() -> None:
     assert not torch.allclose(carried_over(mixer, x, [8, 28])[0], whole)
     assert not list(SPECS["span"](**SMALL).carry_problems(24))
     (problem,) = SPECS["span"](**SMALL).carry_problems(28)
-    assert "previous_chunk" in problem.message
+    assert (problem.key, problem.code) == ("chunk", "not-divisible")
 
 
 def test_remember_bounds_what_is_read_of_the_past() -> None:
@@ -227,25 +227,24 @@ def test_generation_step_by_step_is_the_whole(eval_form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "key", "reported"),
+    ("options", "key", "code"),
     [
-        ({"block": 3}, "block", "must divide"),
-        ({"chunk": 64}, "chunk", "at most that"),
-        ({"chunk": []}, "chunk", "at least 2"),
-        ({"blocks": 0}, "blocks", "memory: none"),
-        ({"relevance": "next"}, "relevance", "previous_chunk"),
-        ({"memory": "all"}, "memory", "landmark"),
-        ({"remember": 3}, "remember", "multiple of block"),
-        ({"remember": 8, "memory": "none"}, "remember", "use 0"),
-        ({"heads": 1, "kv_heads": 1, "memory": "shifted"}, "heads", "even"),
-        ({"chunk": 9, "block": 3, "memory": "shifted"}, "chunk", "even"),
+        ({"block": 3}, "block", "not-divisible"),
+        ({"chunk": 64}, "chunk", "out-of-range"),
+        ({"chunk": []}, "chunk", "missing"),
+        ({"blocks": 0}, "blocks", "out-of-range"),
+        ({"relevance": "next"}, "relevance", "unknown-name"),
+        ({"memory": "all"}, "memory", "unknown-name"),
+        ({"remember": 3}, "remember", "not-divisible"),
+        ({"remember": 8, "memory": "none"}, "remember", "no-effect"),
+        ({"heads": 1, "kv_heads": 1, "memory": "shifted"}, "heads", "not-divisible"),
+        ({"chunk": 9, "block": 3, "memory": "shifted"}, "chunk", "not-divisible"),
     ],
 )
-def test_wrong_options_are_reported(options: dict, key: str, reported: str) -> None:
+def test_wrong_options_are_reported(options: dict, key: str, code: str) -> None:
     spec = SPECS["span"](**{**SMALL, **options})
     (problem,) = [*limit_problems(spec), *spec.problems(SIZES, LENGTH)]
-    assert problem.key == key
-    assert reported in problem.message
+    assert (problem.key, problem.code) == (key, code)
 
 
 def test_ranks_that_share_a_group_are_refused_where_it_chooses() -> None:

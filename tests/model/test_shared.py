@@ -88,20 +88,22 @@ def test_recomputed_it_is_the_same(recompute: Recompute) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    "pattern",
     [
-        ("MMS", "at its end"),
-        ("MSTM", "before T, which can't"),
-        ("MS|MM", "before a stage border"),
+        "MMS",  # nothing behind it
+        "MSTM",  # T can't read the output of S
+        "MS|MM",  # a stage border behind it
     ],
 )
-def test_what_nobody_would_read_is_refused(pattern: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_shared_attention_without_a_reader_is_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         architecture(config(pattern))
+    assert [(p.key, p.code) for p in refused.value.problems] == [("model.pattern", "misplaced")]
 
 
-def test_the_next_sub_layer_must_norm_what_it_reads() -> None:
+def test_the_reader_of_shared_attention_needs_a_norm_before_it() -> None:
     model = config("SPM")
     model.layers["P"] = {**LAYERS["P"], "norm_after": True}
-    with pytest.raises(ConfigError, match="before P, which can't"):
+    with pytest.raises(ConfigError) as refused:
         architecture(model)
+    assert [(p.key, p.code) for p in refused.value.problems] == [("model.pattern", "misplaced")]

@@ -248,7 +248,7 @@ def test_a_column_of_every_checkpoint(run: Path, tmp_path: Path) -> None:
         (["table3-order", "sambo=RUN"], "is not read from 'sambo=RUN' (did you mean samba?); give NAME=RUN of samba, "),
         (["table3-order", "samba="], "is not read from 'samba='"),
         (["table3-order", "samba=/nowhere"], "/nowhere does not exist"),
-        (["table3-order", "samba=FOLDER"], "holds no checkpoint: give a run's folder"),
+        (["table3-order", "samba=FOLDER"], "has no checkpoint: give a run's folder"),
         (["table3-order"], "runs/gpu/samba/slimpajama/samba does not exist"),
         (["figure5-entropy"], "has no column to fill; hybridtron evaluate RUN --instruments entropy shows it"),
         (["table1-benchmarks"], "has no column to fill; no run on a GPU shows it"),

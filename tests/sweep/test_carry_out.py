@@ -91,9 +91,7 @@ def test_a_run_waits_for_the_one_that_it_starts_from(sweep: Callable[..., int], 
     assert all(started.index(name) > started.index(start) for name, start in starts.items())
 
 
-def test_what_has_finished_is_not_started_again_and_the_file_may_grow(
-    sweep: Callable[..., int], tmp_path: Path
-) -> None:
+def test_finished_runs_are_kept_when_the_sweep_grows(sweep: Callable[..., int], tmp_path: Path) -> None:
     assert sweep("settings: [recipe=laptop]\ngrid: {run.seed: [0, 1]}") == 0
     assert sweep("settings: [recipe=laptop]\ngrid: {run.seed: [0, 1, 2]}") == 0
     assert sorted(order(tmp_path)) == ["seed=0", "seed=1", "seed=2"]

@@ -61,34 +61,34 @@ def test_keys_that_end_alike_keep_their_whole_names(tmp_path: Path) -> None:
     assert sweep.runs[0].name == "phases.0.lr=1e-3-phases.1.lr=1e-4"
 
 
-def test_what_a_command_line_could_not_say_is_said_as_there(tmp_path: Path) -> None:
+def test_lists_and_booleans_are_written_as_on_the_command_line(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, "grid: {optim.betas: [[0.9, 0.95]], parallel.sequence: [true]}\n")
     assert sweep.runs[0].settings == ("optim.betas=[0.9,0.95]", "parallel.sequence=true")
     assert sweep.runs[0].name == "betas=_0.9,0.95_-sequence=true"
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "code"),
     [
-        ("[1, 2]", "must hold settings"),
-        ("sttings: [a=1]", "did you mean settings"),
-        ("settings: recipe=laptop", "settings"),
-        ("settings: [laptop]", "key=value"),
-        ("settings: [run.dir=x]", "--output"),
-        ("variants: {b: {from: a}}", "variants.b"),
-        ("variants: {a: {form: b}}", "'form'"),
-        ("grid: {run.seed: 3}", "grid.run.seed"),
-        ("grid: {run.seed: []}", "grid.run.seed"),
-        ("grid: {run.seed: [1, 1]}", "twice"),
-        ("metrics: loss", "metrics"),
-        ("settings: [a=1", "can't be read"),
-        ("variants: {'a b': [], 'a/b': []}", "a_b"),
+        ("[1, 2]", "wrong-type"),
+        ("sttings: [a=1]", "unknown-name"),
+        ("settings: recipe=laptop", "malformed"),
+        ("settings: [laptop]", "malformed"),
+        ("settings: [run.dir=x]", "malformed"),
+        ("variants: {b: {from: a}}", "malformed"),
+        ("variants: {a: {form: b}}", "malformed"),
+        ("grid: {run.seed: 3}", "malformed"),
+        ("grid: {run.seed: []}", "malformed"),
+        ("grid: {run.seed: [1, 1]}", "malformed"),
+        ("metrics: loss", "malformed"),
+        ("settings: [a=1", "unreadable"),
+        ("variants: {'a b': [], 'a/b': []}", "duplicate"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, named: str, tmp_path: Path) -> None:
+def test_wrong_sweeps_are_refused(text: str, code: str, tmp_path: Path) -> None:
     with pytest.raises(Unusable, match=r"sweep\.yaml") as refused:
         sweep_of(tmp_path, text)
-    assert named in str(refused.value)
+    assert refused.value.code == code
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

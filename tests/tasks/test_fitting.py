@@ -14,7 +14,7 @@ from hybridtron.tasks.tokens import ByteTokens
 
 
 @given(st.integers(1, 40), st.integers(0, 500), st.integers(1, 30), st.integers(1, 50), st.integers(1, 3000))
-def test_it_is_what_counting_finds(per_unit: int, fixed: int, fewest: int, step: int, length: int) -> None:
+def test_bisection_equals_counting(per_unit: int, fixed: int, fewest: int, step: int, length: int) -> None:
     def size(units: int) -> int:
         return fixed + per_unit * units
 

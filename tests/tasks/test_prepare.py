@@ -64,7 +64,7 @@ def test_few_strings_are_shared_out_once(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("task", "wanted"), [("mqar", "follows=true"), ("vt", "data prepare --learn completion")])
-def test_what_prepared_tokens_can_t_hold(
+def test_tasks_without_next_token_targets_are_not_prepared(
     task: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*COMMAND, task, "--length", "2000", "--output", str(tmp_path / "made")]) == 2

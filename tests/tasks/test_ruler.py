@@ -41,10 +41,10 @@ def test_options_of_a_group_are_those_of_the_tasks_that_have_them() -> None:
     assert {name for name, options in tasks.items() if options.get("essay") == "files:x"} == {
         name for name in tasks if name.startswith("niah")
     }
-    with pytest.raises(TaskError, match=r"esay=x: .*did you mean essay\?"):
-        all_named(["ruler_se"], ["faithful=true", "esay=x"])
-    with pytest.raises(TaskError, match="there is no task rule"):
-        all_named(["rule"], ["essay=x"])
+    for names, option in ((["ruler_se"], "esay=x"), (["rule"], "essay=x")):
+        with pytest.raises(TaskError) as refused:
+            all_named(names, ["faithful=true", option])
+        assert refused.value.code == "unknown-name"
 
 
 def test_the_word_lists_are_those_of_the_rules() -> None:
@@ -73,8 +73,9 @@ def test_depths_are_40_of_100_percent() -> None:
 def test_an_essay_has_places_for_40_needles(options: list[str]) -> None:
     """An essay holds 40 needles; 41 are refused with its options and the remedy. 41 lines of noise hold 41."""
     base = ["keys=uuids", "num_keys=1", "num_queries=1", "num_values=1"]
-    with pytest.raises(TaskError, match=rf"{options[0]}\b.*=essay .*40 needles, not for 4[14];.*haystack=noise"):
+    with pytest.raises(TaskError) as refused:
         named("niah_multivalue", [*base, *options]).sample(0, 0, BYTES, 30000)
+    assert refused.value.code == "does-not-fit"
     wider = named("niah_multivalue", [*base, *options, "haystack=noise"]).sample(0, 0, BYTES, 30000)
     assert len(wider.meta["hidden"]) in (41, 44)
     most = named("niah_multivalue", [*base, "num_values=40"]).sample(0, 0, BYTES, 30000)
@@ -145,8 +146,9 @@ def test_frequencies_of_coded_words(number: int, counts: list[int]) -> None:
 def test_common_words_take_the_setting_that_fits() -> None:
     assert named("cwe").sample(0, 0, BYTES, 4096).meta["setting"] == "small"
     assert named("cwe").sample(0, 0, BYTES, 9000).meta["setting"] == "large"
-    with pytest.raises(TaskError, match="4096"):
+    with pytest.raises(TaskError) as refused:
         named("cwe", ["faithful=true"]).sample(0, 0, BYTES, 4096)
+    assert refused.value.code == "does-not-fit"
 
 
 def test_common_words_of_a_file(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_common_words_of_a_file(tmp_path: Path) -> None:
     file.write_text("\n".join(f"word{number}x" for number in range(100)))
     sample = named("cwe", [f"words={file}"]).sample(0, 0, BYTES, 2400)
     assert all(output.startswith("word") for output in sample.outputs)
-    with pytest.raises(TaskError, match="100 words"):
+    with pytest.raises(TaskError, match="100"):
         named("cwe", [f"words={file}", "setting=small"]).sample(0, 0, BYTES, 20000)
 
 
@@ -205,27 +207,27 @@ def test_synthetic_sentences_can_t_be_taken_for_needles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "wanted"),
+    ("name", "options", "code"),
     [
-        ("qa_1", [], "dev-v2.0.json"),
-        ("qa_2", [], "hotpot_dev"),
-        ("qa_1", ["data=/nowhere.json"], "/nowhere.json"),
-        ("niah_single_2", ["essay=files:/nowhere"], "/nowhere"),
-        ("niah_single_2", ["essay=shards:/nowhere"], "/nowhere"),
-        ("niah_single_2", ["essay=books"], "essay=books"),
-        ("cwe", ["words=/nowhere"], "/nowhere"),
-        ("vt", ["example_lines=3"], "example_lines=3"),
-        ("needle", ["haystack=needle"], "haystack=noise"),
-        ("needle", ["depth_steps=1"], "depth_steps=1"),
-        ("niah_single_1", ["keys=names"], "keys=names"),
-        ("passkey", ["digits=0"], "digits=0"),
-        ("passkey", ["trim=middle"], "trim=middle"),
+        ("qa_1", [], "no-file"),
+        ("qa_2", [], "no-file"),
+        ("qa_1", ["data=/nowhere.json"], "no-file"),
+        ("niah_single_2", ["essay=files:/nowhere"], "no-file"),
+        ("niah_single_2", ["essay=shards:/nowhere"], "unreadable"),
+        ("niah_single_2", ["essay=books"], "malformed"),
+        ("cwe", ["words=/nowhere"], "unreadable"),
+        ("vt", ["example_lines=3"], "out-of-range"),
+        ("needle", ["haystack=needle"], "conflict"),
+        ("needle", ["depth_steps=1"], "out-of-range"),
+        ("niah_single_1", ["keys=names"], "unknown-name"),
+        ("passkey", ["digits=0"], "out-of-range"),
+        ("passkey", ["trim=middle"], "unknown-name"),
     ],
 )
-def test_a_missing_corpus_or_a_wrong_option_is_named(name: str, options: list[str], wanted: str) -> None:
-    with pytest.raises(TaskError) as error:
+def test_a_missing_corpus_or_a_wrong_option_is_refused(name: str, options: list[str], code: str) -> None:
+    with pytest.raises(TaskError) as refused:
         named(name, options).sample(0, 0, BYTES, 4000)
-    assert wanted in str(error.value)
+    assert refused.value.code == code
 
 
 def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_there_is_no_question_beyond_the_last() -> None:
     with pytest.raises(TaskError, match="4"):
         named("qa_1", [f"data={GOLDEN / 'squad.json'}"]).sample(0, 4, BYTES, 850)
-    with pytest.raises(TaskError, match="7 documents"):
+    with pytest.raises(TaskError, match="7"):
         named("qa_1", [f"data={GOLDEN / 'squad.json'}"]).sample(0, 0, BYTES, 8500)
 
 

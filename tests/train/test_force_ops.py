@@ -48,7 +48,7 @@ def test_a_run_with_references_learns_the_same(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("run.force_ops.selectve_scan=reference", "is no op (did you mean selective_scan?)"),
+        ("run.force_ops.selectve_scan=reference", "is not an op (did you mean selective_scan?)"),
         ("run.force_ops.selective_scan=referense", "(did you mean reference?), must be one of reference, "),
         ("run.force_ops={*: native}", "is 'native', must be one of reference"),
     ],

@@ -151,7 +151,7 @@ def test_the_hook_of_the_docs_logs_the_norm_of_states(
 REFUSED = {
     "no_such_module.Hook": ("whose module can't be imported (ModuleNotFoundError", "put the module into"),
     f"{__name__}.Recorde": ("has no Recorde", "did you mean Recorder?"),
-    f"{__name__}.NoHook": ("is no hook", "derive it from hybridtron.train.hooks.Hook"),
+    f"{__name__}.NoHook": ("is not a hook", "derive it from hybridtron.train.hooks.Hook"),
     f"{{{__name__}.Recorder: {{every: 2}}}}": ("can't be made with {'every': 2}", "TypeError"),
     "Recorder": ("names no class", "write MODULE.CLASS"),
     "{a.B: 1}": ("names no class", "write MODULE.CLASS"),
@@ -161,7 +161,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("entry", REFUSED)
 @pytest.mark.parametrize("command", [["run.plan=true"], []], ids=["plan", "train"])
-def test_what_is_no_hook_is_refused_before_training(
+def test_unusable_hooks_are_refused_before_training(
     entry: str, command: list[str], train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_small(f"run.hooks=[{RECORDED.removeprefix('run.hooks=[')[:-1]},{entry}]", *command) == 2

@@ -105,7 +105,7 @@ def test_a_run_without_held_out_losses_has_no_best_checkpoint(
     (empty / "checkpoints").mkdir(parents=True)
     (empty / "config.yaml").write_text((base / "config.yaml").read_text())
     assert post_train(Path(f"{empty}@best"), tmp_path / "run", "recipe=length/zero") == 2
-    assert f"run.weights  {empty} holds no checkpoint with a held-out loss" in capsys.readouterr().err
+    assert f"run.weights  {empty} has no checkpoint with a held-out loss" in capsys.readouterr().err
 
 
 def test_a_run_that_has_a_checkpoint_resumes_from_it(base: Path, tmp_path: Path) -> None:
@@ -179,4 +179,4 @@ def test_a_run_without_a_checkpoint_is_refused(base: Path, tmp_path: Path, capsy
     (empty / "checkpoints").mkdir(parents=True)
     (empty / "config.yaml").write_text((base / "config.yaml").read_text())
     assert post_train(empty, tmp_path / "run", "recipe=length/zero") == 2
-    assert f"run.weights  {empty} holds no checkpoint" in capsys.readouterr().err
+    assert f"run.weights  {empty} has no checkpoint" in capsys.readouterr().err

@@ -132,7 +132,9 @@ def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
         yield Problem(f"{where}.init_from", "misplaced", "is the first phase's: name those weights as run.weights")
     elif phase.init_from is not None and not is_folder(folder_of(phase.init_from)):
         cure = "name a run's folder or one of its checkpoints"
-        yield Problem(f"{where}.init_from", "no-file", f"is {shortened(phase.init_from)!r}, which is no folder: {cure}")
+        yield Problem(
+            f"{where}.init_from", "no-file", f"is {shortened(phase.init_from)!r}, which is not a folder: {cure}"
+        )
     if phase.moments is Moments.reset and index == 0:
         yield Problem(f"{where}.moments", "no-effect", "is reset, but the first phase has none yet: leave it out")
 
@@ -193,7 +195,7 @@ def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             cure = f"{did_you_mean(pattern, names)}; weights are called {names[0]}, {names[1]} and so on"
-            yield Problem(f"{where}.train", "unknown-name", f"has {pattern!r}, which is the name of no weight{cure}")
+            yield Problem(f"{where}.train", "unknown-name", f"has {pattern!r}, which matches no weight{cure}")
 
 
 def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:

@@ -39,7 +39,7 @@ def by_spans(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learne
         if not (isinstance(span, list) and [type(place) for place in span] == [int, int]):
             raise ValueError(f"'spans' has {span!r}, which is not [first, end], two whole numbers")
         if not 0 <= span[0] < span[1] <= len(text):
-            raise ValueError(f"'spans' has {span}, which is no part of a text of {len(text)} characters")
+            raise ValueError(f"'spans' has {span}, which is not part of a text of {len(text)} characters")
     spans = sorted((first, end) for first, end in listed_spans)
     for before, after in itertools.pairwise(spans):
         if after[0] < before[1]:

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.page:
         if committed is None:
             raise Unusable(
-                "--page writes benchmarks/gpu_queue.md, and this is no checkout: run it in one", code="no-file"
+                "--page writes benchmarks/gpu_queue.md, and this is not a checkout: run it in one", code="no-file"
             )
         print(page.write(committed))
         return 0

@@ -69,7 +69,7 @@ class Babilong(FittedTask):
     def check(self, length: int) -> None:
         super().check(length)
         if self.style not in STYLES:
-            raise TaskError(f"{self.name}: style={self.style}: is {' or '.join(STYLES)}", code="unknown-name")
+            raise TaskError(f"{self.name}: style={self.style}: must be {' or '.join(STYLES)}", code="unknown-name")
 
     def steps(self, length: int) -> tuple[int, int]:
         return 0, max(length // 512, 1)

@@ -59,7 +59,7 @@ class CommonWords(RulerTask):
         super().check(length)
         if self.setting not in ("auto", *REPEATS):
             raise TaskError(
-                f"{self.name}: setting={self.setting}: is auto, {' or '.join(REPEATS)}", code="unknown-name"
+                f"{self.name}: setting={self.setting}: must be auto, {' or '.join(REPEATS)}", code="unknown-name"
             )
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:

@@ -83,7 +83,9 @@ class Needles(RulerTask):
             ("values", self.values, KINDS),
         ):
             if value not in known:
-                raise TaskError(f"{self.name}: {option}={value}: is {', '.join(known)}", code="unknown-name")
+                raise TaskError(
+                    f"{self.name}: {option}={value}: must be one of {', '.join(known)}", code="unknown-name"
+                )
         if min(self.num_keys, self.num_values, self.num_queries) < 1:
             raise TaskError(f"{self.name}: num_keys, num_values and num_queries are at least 1", code="out-of-range")
         needles = max(self.num_keys, self.num_queries) * self.num_values

@@ -172,7 +172,7 @@ SPANS = {"text": "0123456789☕"}
 BAD = [
     ("spans", SPANS, "has no 'spans'"),
     ("spans", SPANS | {"spans": []}, "nothing to learn"),
-    ("spans", SPANS | {"spans": [[5, 12]]}, r"\[5, 12\], which is no part of a text of 11 characters"),
+    ("spans", SPANS | {"spans": [[5, 12]]}, r"\[5, 12\], which is not part of a text of 11 characters"),
     ("spans", SPANS | {"spans": [[-1, 2]]}, r"\[-1, 2\]"),
     ("spans", SPANS | {"spans": [[3, 3]]}, r"\[3, 3\]"),
     ("spans", SPANS | {"spans": [[4, 9], [0, 5]]}, r"\[0, 5\] and \[4, 9\], which overlap"),

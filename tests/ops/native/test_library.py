@@ -163,7 +163,7 @@ def test_a_build_is_named_by_all_that_it_depends_on(cache: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("no-such-compiler", "CXX=no-such-compiler is no program"), ("false", "ends with 1: no message"),
+    [("no-such-compiler", "CXX=no-such-compiler is not a program"), ("false", "ends with 1: no message"),
      ("true", "ends with 0: no message")],
 )  # fmt: skip
 def test_without_a_compiler_the_table_says_so(

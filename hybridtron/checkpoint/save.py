@@ -86,6 +86,7 @@ class Saver:
         self.groups = groups
         self.patience_s = patience_s
         self.on_written = on_written  # called on all processes with the step of each checkpoint that is on disk
+        self.phase_ends = {phase.end_step for phase in resolve(config)}
         self.failures = 0
         self._under_way: Future[None] | None = None
         self._thread, self._copier = ThreadPoolExecutor(1, "checkpoint"), Copier()
@@ -249,8 +250,8 @@ class Saver:
         if self.mirror is not None:
             self.mirror.offer(target)
         in_use = () if self.mirror is None else self.mirror.in_use()
-        ends = {phase.end_step for phase in resolve(self.config)}
-        for failure in folders.retire(self.run_dir, self.config.checkpoint, self._kept_every(), ends, in_use):
+        settings = self.config.checkpoint
+        for failure in folders.retire(self.run_dir, settings, self._kept_every(), self.phase_ends, in_use):
             print(failure, file=sys.stderr)
 
     def _list_of(self, path: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from hybridtron.config.check import require, warnings
 from hybridtron.config.checks.parallel import uncuttable
 from hybridtron.config.layout import stages_of
 from hybridtron.config.load import load
-from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.planning.activations import MARGIN
@@ -81,7 +81,8 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_intermixed_args(arguments)
     config = load(chosen.settings)
     require(config, chosen.gpus if chosen.fit is None else None)
-    for warning in warnings(config):
+    run_plan = RunPlan.of(config)
+    for warning in warnings(run_plan):
         print(f"note: {warning}", file=sys.stderr)
     gpus = chosen.gpus or config.parallel.model_ranks
     fitting = peaks = None
@@ -93,9 +94,9 @@ def main(arguments: list[str]) -> int:
     elif chosen.exact:
         peaks = rehearsed_peaks(chosen.settings, gpus, chosen.gpu)
     if chosen.json:
-        print(json.dumps(as_json(config, gpus, fitting=fitting, peaks=peaks), indent=2))
+        print(json.dumps(as_json(run_plan, gpus, fitting=fitting, peaks=peaks), indent=2))
     else:
-        print_tables(config, gpus, fitting=fitting, peaks=peaks)
+        print_tables(run_plan, gpus, fitting=fitting, peaks=peaks)
     if chosen.dry_run:
         return dry_run(config)
     return 0
@@ -146,11 +147,12 @@ def dry_run(config: Config) -> int:
 
 
 def as_json(
-    config: Config, gpus: int, *, fitting: list[FittingLayout] | None = None, peaks: Sequence[int] | None = None
+    run_plan: RunPlan, gpus: int, *, fitting: list[FittingLayout] | None = None, peaks: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """Return all results as plain values. FLOPs are for the first phase's sequence length."""
+    config = run_plan.config
     model_count = count(config.model, config.phases[0].seq_len)
-    phases = resolve(config)
+    phases = run_plan.phases
     results = {
         "parameters": model_count.parameters,
         "flops_per_token": model_count.flops_per_token,
@@ -215,9 +217,10 @@ def _phase_json(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> dict[s
 
 
 def print_tables(
-    config: Config, gpus: int, *, fitting: list[FittingLayout] | None = None, peaks: Sequence[int] | None = None
+    run_plan: RunPlan, gpus: int, *, fitting: list[FittingLayout] | None = None, peaks: Sequence[int] | None = None
 ) -> None:
     """Print the tables: formatted on a terminal, plain text elsewhere."""
+    config = run_plan.config
     console = wide_console()
     counted = count(config.model, config.phases[0].seq_len)
     stages = [len(stage) for stage in stages_of(config)]
@@ -227,7 +230,7 @@ def print_tables(
         cut = ""
     title = f"{config.run.name}: {len(counted.layers)} layers{cut}, {config.model.pattern}"
     console.print(title, highlight=False, markup=False)
-    tables = [_letter_table(counted), _flops_table(counted), phase_table(config), source_table(config)]
+    tables = [_letter_table(counted), _flops_table(counted), phase_table(run_plan), source_table(run_plan)]
     if fitting is None:
         layout_plan = plan(largest_phase(config), gpus)
         tables.append(_memory_table(config, layout_plan, peaks))
@@ -242,8 +245,8 @@ def print_tables(
         table.title = None
         console.print(f"\n{title}" if title else "", highlight=False)
         console.print(table)
-    print_changes(config, console)
-    for line in cost(config):
+    print_changes(run_plan, console)
+    for line in cost(run_plan):
         console.print(line, highlight=False)
     console.print(f"Not counted: {UNSEEN}.", highlight=False)
     if fitting is not None:

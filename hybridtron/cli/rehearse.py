@@ -24,6 +24,7 @@ from typing import Any
 from hybridtron.cli.given import positive
 from hybridtron.config.check import require, warnings
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.evaluate.pictures import require_format
 from hybridtron.limits import path_of
 from hybridtron.planning.memory import largest_phase
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> int:
         require(config, world)
     if chosen.rank != "all" and not (chosen.rank.isdigit() and int(chosen.rank) < world):
         raise Unusable(f"--rank {chosen.rank}: give a number from 0 to {world - 1}, or `all`", code="out-of-range")
-    for warning in warnings(config):
+    for warning in warnings(RunPlan.of(config)):
         print(f"note: {warning}", file=sys.stderr)
     phase = largest_phase(config)
     if chosen.rank == "all":

@@ -32,6 +32,7 @@ from pathlib import Path
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import lacking_weights
 from hybridtron.data.check_vocabulary import vocabulary_warnings
@@ -56,19 +57,20 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = load(arguments)
+        plan = RunPlan.of(config)
         hooks, named_problems = load_hooks(config.run.hooks)
         named_problems += op_problems(config)
         if config.run.plan:
             require(config)
-            print_timetable(config)
-            if problems := named_problems + data_problems(config):
+            print_timetable(plan)
+            if problems := named_problems + data_problems(plan):
                 raise ConfigError(problems)
             return 0
         problems = check(config, launched().world_size) + named_problems
-        if problems := problems + lacking_weights(config) + data_problems(config):
+        if problems := problems + lacking_weights(config) + data_problems(plan):
             raise ConfigError(problems)
         first = launched().rank == 0
-        for warning in [*warnings(config), *vocabulary_warnings(config)] if first else ():
+        for warning in [*warnings(plan), *vocabulary_warnings(config)] if first else ():
             print(f"warning: {warning}", file=sys.stderr)
         requests = StopRequests(config.run, is_main=first)
         if first:
@@ -82,8 +84,8 @@ def main(arguments: list[str]) -> int:
             from hybridtron.train.run import run
 
             if config.run.evaluate is not None:
-                hooks.insert(0, InTraining(config))
-            run(config, requests, [PhaseExports(config), *hooks])
+                hooks.insert(0, InTraining(plan))
+            run(plan, requests, [PhaseExports(plan), *hooks])
     except (ConfigError, ExportsFailed, Preempted) as end:
         if launched().rank == 0:
             print(end, file=sys.stderr)

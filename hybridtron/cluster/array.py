@@ -27,6 +27,7 @@ from hybridtron.cluster.scheduler import SlurmError
 from hybridtron.cluster.submit import copy_code, notes_of, under_way
 from hybridtron.cluster.variables import wanted_variables
 from hybridtron.config.load import carried
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import lacking_weights
 from hybridtron.data.problems import data_problems
@@ -101,7 +102,7 @@ def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Con
     """List everything that is wrong with arrays, configurations and data, before anything is queued."""
     all_problems = [problem for run in sweep.runs for problem in password_problems(run.settings)]
     for config in configs.values():
-        all_problems += [*lacking_weights(config), *data_problems(config)]
+        all_problems += [*lacking_weights(config), *data_problems(RunPlan.of(config))]
         all_problems += [*device_problems(config), *resume_problems(config.run.resume)]
     for array in arrays:
         all_problems += [*cluster_problems(array.job.cluster), *job_problems(array.job)]

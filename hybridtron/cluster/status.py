@@ -22,7 +22,7 @@ from hybridtron.cluster import history, scheduler
 from hybridtron.cluster.history import Attempt
 from hybridtron.cluster.scheduler import Queued, SlurmError
 from hybridtron.config.load import load_saved
-from hybridtron.config.resolve import last_step, phase_continuing_at, phase_ending_at, resolve
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.limits import path_of
@@ -59,7 +59,7 @@ class Status:
     """A run's state, from its folder and the queue."""
 
     folder: Path
-    config: Config
+    plan: RunPlan
     lines: list[dict[str, Any]]  # metrics of its last steps
     attempts: list[Attempt]
     jobs: list[Queued]
@@ -76,9 +76,9 @@ class Status:
     @property
     def phase(self) -> str:
         """Name and number of the phase that the next step belongs to."""
-        phases = resolve(self.config)
+        phases = self.plan.phases
         if self.step < phases[-1].end_step:
-            now = phase_continuing_at(phases, self.step)
+            now = self.plan.phase_continuing_at(self.step)
         else:
             now = phases[-1]
         return now.settings.name + (f" ({now.index + 1} of {len(phases)})" if len(phases) > 1 else "")
@@ -102,10 +102,10 @@ class Status:
         """Seconds until the run is done at the current speed; None if the speed is unknown or the run has finished."""
         if (speed := self.tokens_per_second) is None or self.state == "finished":
             return None
-        phases = resolve(self.config)
-        last = last_step(self.config)
-        done, in_all = (phase_ending_at(phases, step).tokens_at(step) for step in (min(self.step, last), last))
-        return (in_all - done) / speed
+        last = self.plan.last_step
+        done = min(self.step, last)
+        tokens_done = self.plan.phase_ending_at(done).tokens_at(done)
+        return (self.plan.phase_ending_at(last).tokens_at(last) - tokens_done) / speed
 
 
 def main(arguments: list[str]) -> int:
@@ -130,7 +130,7 @@ def status(folder: Path) -> Status:
     submission = read_record(folder / "slurm" / "submission.json")
     jobs, fault = _queued(submission.get("jobs", []))
     state, why = _state(folder, attempts, jobs, submission, lines)
-    return Status(folder, config, lines, attempts, jobs, state, "; ".join(filter(None, [why, fault])))
+    return Status(folder, RunPlan.of(config), lines, attempts, jobs, state, "; ".join(filter(None, [why, fault])))
 
 
 def show(found: Sequence[Status], console: Console) -> None:
@@ -149,7 +149,7 @@ def show(found: Sequence[Status], console: Console) -> None:
             run.state,
             ", ".join(f"{job.job} {job.state.lower()}" for job in run.jobs),
             run.phase if run.lines else "",
-            f"{run.step}/{last_step(run.config)}",
+            f"{run.step}/{run.plan.last_step}",
             "" if speed is None else readable(speed),
             "" if loss is None else f"{loss:.4f}",
             str(len(run.attempts) or ""),

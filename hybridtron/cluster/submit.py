@@ -43,7 +43,7 @@ from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.cluster import LostNode
 from hybridtron.config.load import carried, choices_of, load, to_yaml
 from hybridtron.config.outside import OutsideFile, copy_into, own_folder
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import lacking_weights
 from hybridtron.data.problems import data_problems
@@ -68,8 +68,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, each after the one before")
     asked = parser.parse_intermixed_args(arguments)
     config, job = planned(asked.settings, asked.chain, asked.dry_run)
-    data = [f"{problem.key}  {problem.message}" for problem in data_problems(config)]
-    for warning in [*warnings(config), *data]:  # only a dry run gets here although its data has problems
+    plan = RunPlan.of(config)
+    data = [f"{problem.key}  {problem.message}" for problem in data_problems(plan)]
+    for warning in [*warnings(plan), *data]:  # only a dry run gets here although its data has problems
         print(f"warning: {warning}", file=sys.stderr)
     if asked.dry_run:
         print(script(job), end="")
@@ -100,7 +101,8 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     job = job_of(config, kept, nodes)
     problems += check(config, nodes * config.cluster.processes)
     problems += [*lacking_weights(config), *load_hooks(config.run.hooks)[1]]
-    problems += [] if dry_run else data_problems(config)  # a dry run may happen on a machine without the data
+    if not dry_run:  # which may happen on a machine without the data
+        problems += data_problems(RunPlan.of(config))
     problems += [*cluster_problems(config.cluster), *device_problems(config), *resume_problems(config.run.resume)]
     problems += job_problems(job)
     if (silence := scheduler.silence()) is None:

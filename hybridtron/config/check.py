@@ -30,7 +30,7 @@ from hybridtron.config.checks.states import states_problems, states_warnings
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import chunk_count
 from hybridtron.config.lr_shapes import SHAPES
-from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
+from hybridtron.config.resolve import ResolvedPhase, RunPlan, last_step, resolve
 from hybridtron.config.saved import spelled_secrets
 from hybridtron.config.schema import Config, Feed, OptimConfig, PhaseConfig, RunConfig
 from hybridtron.config.units import parse_tokens
@@ -104,11 +104,12 @@ def require(config: Config, world_size: int | None = None) -> None:
         raise ConfigError(problems)
 
 
-def warnings(config: Config) -> list[str]:
+def warnings(plan: RunPlan) -> list[str]:
     """List settings that have no effect, or a surprising one, a sentence each.
 
     The configuration must have passed `check`.
     """
+    config = plan.config
     pattern = parse(config.model.pattern, config.model.layers)
     texts = [
         f"model.layers.{letter} is defined, but model.pattern does not use it"
@@ -128,7 +129,7 @@ def warnings(config: Config) -> list[str]:
         texts.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule={users}")
     if config.model.init is not Start.mamba and config.model.embedding_std != ModelConfig.embedding_std:
         texts.append(f"model.embedding_std={config.model.embedding_std} has no effect: it belongs to model.init=mamba")
-    return [*texts, *states_warnings(resolve(config)), *precision_warnings(config.precision)]
+    return [*texts, *states_warnings(plan.phases), *precision_warnings(config.precision)]
 
 
 def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Sequence[Problem]:

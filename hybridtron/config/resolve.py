@@ -1,4 +1,4 @@
-"""Resolve a Config to each phase's effective settings: a tuple of `ResolvedPhase`.
+"""Resolve a Config to its `RunPlan`: each phase's effective settings, as a `ResolvedPhase`, and the steps of the run.
 
 A phase may change the model's letters, the data, the states, the optimizer's settings and the precision. `resolve`
 applies these changes to the run's own sections, so that code that trains, counts or checks a phase reads one value and
@@ -11,18 +11,20 @@ when it begins, `end_step` when it ends, so its first step is the run's step num
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 from hybridtron.architecture import SPECS
 from hybridtron.architecture.adapters import ADAPTERS, LEARNING_BESIDE
+from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import FORMER
-from hybridtron.architecture.table import Architecture, architecture
+from hybridtron.architecture.table import Architecture, architecture, parameter_table
 from hybridtron.config.choices import Documents, Order, StateKind, StateMode
 from hybridtron.config.growth import Growth
 from hybridtron.config.phase_schema import (
@@ -75,6 +77,11 @@ class ResolvedPhase:
             return architecture(self.model)
         except ConfigError:
             return None
+
+    @cached_property
+    def table(self) -> Mapping[str, Parameter]:
+        """Every weight of the model by its name. Raises ConfigError if the model is invalid."""
+        return parameter_table(self.model)
 
     @property
     def trained(self) -> Sequence[str] | None:
@@ -231,26 +238,48 @@ def resolve(config: Config) -> tuple[ResolvedPhase, ...]:
     return tuple(phases)
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """A run's configuration and the phases that follow from it: made once, in the command, and handed on."""
+
+    config: Config
+    phases: tuple[ResolvedPhase, ...]
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Make the plan of a configuration."""
+        return cls(config, resolve(config))
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.run.dir)
+
+    @cached_property
+    def last_step(self) -> int:
+        """The step at which the run ends: after its phases, or at run.max_steps."""
+        end = self.phases[-1].end_step
+        limit = self.config.run.max_steps
+        if limit is None:
+            return end
+        return min(end, limit)
+
+    def phase_ending_at(self, step: int) -> ResolvedPhase:
+        """Return the phase that a step of the run belongs to.
+
+        Step 0, before any training, belongs to the first phase. Steps beyond the end, from a run that was longer,
+        belong to the last.
+        """
+        return next((phase for phase in self.phases if step <= phase.end_step), self.phases[-1])
+
+    def phase_continuing_at(self, step: int) -> ResolvedPhase:
+        """Return the phase that the next step belongs to. The run must not have ended."""
+        return next(phase for phase in self.phases if step < phase.end_step)
+
+
 def last_step(config: Config) -> int:
-    """Return the step at which the run ends: after its phases, or at run.max_steps."""
-    end = resolve(config)[-1].end_step
-    if config.run.max_steps is None:
-        return end
-    return min(end, config.run.max_steps)
-
-
-def phase_ending_at(phases: Sequence[ResolvedPhase], step: int) -> ResolvedPhase:
-    """Return the phase that a step of the run belongs to.
-
-    Step 0, before any training, belongs to the first phase. Steps beyond the end, from a run that was longer, belong to
-    the last.
-    """
-    return next((phase for phase in phases if step <= phase.end_step), phases[-1])
-
-
-def phase_continuing_at(phases: Sequence[ResolvedPhase], step: int) -> ResolvedPhase:
-    """Return the phase that the next step belongs to. The run must not have ended."""
-    return next(phase for phase in phases if step < phase.end_step)
+    """Return the step at which a configuration's run ends, for callers without a plan."""
+    return RunPlan.of(config).last_step
 
 
 Base = TypeVar("Base", DataConfig, StatesConfig, OptimConfig, PrecisionConfig)

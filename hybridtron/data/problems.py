@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hybridtron.config.resolve import ResolvedPhase, resolve
-from hybridtron.config.schema import Config, Source
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
+from hybridtron.config.schema import Source
 from hybridtron.config.units import parse_tokens, readable
 from hybridtron.data.check_vocabulary import meaning_problems
 from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder
@@ -29,7 +29,7 @@ EMBEDDED_PATH = "data/embedded-{}"  # with the vocabulary's size
 RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi", "data/language", "data/code", "data/pg19")
 
 
-def data_problems(config: Config) -> list[Problem]:
+def data_problems(plan: RunPlan) -> list[Problem]:
     """List problems in each phase's data, as far as this machine can see them without reading tokens.
 
     The content of a URL is checked when a phase opens it.
@@ -42,7 +42,7 @@ def data_problems(config: Config) -> list[Problem]:
         return opened[path]
 
     problems: dict[str, Problem] = {}
-    for phase in resolve(config):
+    for phase in plan.phases:
         for problem in _phase_problems(phase, opened_once):  # a problem that phases share names the first of them
             problems.setdefault(problem.message.replace(_reader(phase), ""), problem)
     return list(problems.values())

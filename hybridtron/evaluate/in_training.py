@@ -14,8 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from hybridtron.config.resolve import resolve
-from hybridtron.config.schema import Config
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.units import parse_steps
 from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.evaluate import perplexity
@@ -43,11 +42,12 @@ class InTraining(Hook):
     Raises ConfigError, before anything is trained, if the suite is faulty.
     """
 
-    def __init__(self, config: Config) -> None:
-        assert config.run.evaluate is not None
-        self.name = config.run.evaluate
-        self.samples = config.run.evaluate_samples
-        with_error(lambda: [self._suite(phase.settings.seq_len) for phase in resolve(config)])
+    def __init__(self, plan: RunPlan) -> None:
+        run = plan.config.run
+        assert run.evaluate is not None
+        self.name = run.evaluate
+        self.samples = run.evaluate_samples
+        with_error(lambda: [self._suite(phase.settings.seq_len) for phase in plan.phases])
 
     def _suite(self, seq_len: int) -> Suite:
         """Build the suite for a training length, without instruments."""

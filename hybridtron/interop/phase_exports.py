@@ -16,8 +16,7 @@ from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.merged import merged
 from hybridtron.config.checks.export import exported_step
-from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
-from hybridtron.config.schema import Config
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.parallel.groups import barrier
 from hybridtron.storage.durable import temporary_of
 from hybridtron.train.failures import Failures
@@ -30,10 +29,10 @@ LOG = logging.getLogger(__name__)
 class PhaseExports(Hook):
     """Hook that exports phases on the first process, while the others wait. Each export has `run.timeout`."""
 
-    def __init__(self, config: Config) -> None:
-        self.run_dir = Path(config.run.dir)
-        self.last_step = last_step(config)
-        self.wanted = {phase.settings.name: phase for phase in resolve(config) if phase.settings.export is not None}
+    def __init__(self, plan: RunPlan) -> None:
+        self.run_dir = plan.run_dir
+        self.last_step = plan.last_step
+        self.wanted = {phase.settings.name: phase for phase in plan.phases if phase.settings.export is not None}
         self._failed: dict[str, str] = {}
 
     @property

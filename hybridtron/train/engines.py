@@ -16,8 +16,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.merged import merged
 from hybridtron.checkpoint.restore import Border
 from hybridtron.config.choices import Moments
-from hybridtron.config.resolve import ResolvedPhase, phase_continuing_at, resolve
-from hybridtron.config.schema import Config
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from hybridtron.train.start import weights_for
@@ -26,8 +25,8 @@ from hybridtron.train.start import weights_for
 class Engines:
     """Builds the engines of a run's phases and holds one at a time, since memory has no room for two."""
 
-    def __init__(self, config: Config, groups: Groups) -> None:
-        self.config = config
+    def __init__(self, plan: RunPlan, groups: Groups) -> None:
+        self.plan = plan
         self.groups = groups
         self._now: Engine | None = None
 
@@ -44,8 +43,8 @@ class Engines:
         """
         self._now = None
         gc.collect()  # modules and hooks refer to each other
-        self._now = Engine(self.config, self.groups, whole, phase=phase)
-        if self.config.run.compile:
+        self._now = Engine(self.plan.config, self.groups, whole, phase=phase)
+        if self.plan.config.run.compile:
             self._now.compile()
         return self._now
 
@@ -55,7 +54,7 @@ class Engines:
         If a phase other than the first begins at the checkpoint's step, the second value says which weights the phase
         starts from, and whether it keeps the moments. Otherwise it is None.
         """
-        phase = phase_continuing_at(resolve(self.config), checkpoint.meta.step)
+        phase = self.plan.phase_continuing_at(checkpoint.meta.step)
         begins = phase.index > 0 and checkpoint.meta.step == phase.start_step
         if self._now is None or not self._now.serves(phase.index) or (begins and not phase.keeps_adapters):
             self.build(phase.index)

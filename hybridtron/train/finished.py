@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.load import values_by_key
-from hybridtron.config.resolve import last_step, phase_ending_at, resolve
-from hybridtron.config.schema import Config
+from hybridtron.config.resolve import RunPlan
 from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.hooks import Hook, RunContext, failures_of
@@ -30,37 +28,37 @@ FREE = re.compile(
 )
 
 
-def report_finished(start: Checkpoint, config: Config, hooks: Sequence[Hook], groups: Groups) -> None:
+def report_finished(start: Checkpoint, plan: RunPlan, hooks: Sequence[Hook], groups: Groups) -> None:
     """Repeat failed work of hooks, then log that nothing is left to train. Raises ExportsFailed."""
-    run = RunContext(config, Path(config.run.dir), groups, start.meta.step, last_step(config), beat=lambda doing: None)
+    run = RunContext(plan, groups, start.meta.step, beat=lambda doing: None)
     for hook in hooks:
         hook.retry_failed(run)
     if not groups.is_first:
         return
     LOG.info(
-        f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
+        f"{plan.run_dir} has finished: {start.folder} is at step {start.meta.step} of {plan.last_step}, "
         "nothing left to do.\n"
         f"To train further raise phases or run.max_steps; to start from scratch set run.dir=FOLDER, "
-        f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
+        f"or run.name=NAME for {plan.run_dir.parent}/NAME."
     )
     failed = failures_of(hooks)
-    record_exports(Path(config.run.dir), failed)
+    record_exports(plan.run_dir, failed)
     if failed:
         raise ExportsFailed(failed)
 
 
-def check_unchanged(start: Checkpoint, config: Config) -> None:
+def check_unchanged(start: Checkpoint, plan: RunPlan) -> None:
     """Raise ConfigError if a finished run is started with keys that differ from its checkpoint and would do nothing."""
     step = start.meta.step
     trained = values_by_key(start.config)
-    configured = values_by_key(phase_ending_at(resolve(config), step).config)
-    if last_step(config) == step:
+    configured = values_by_key(plan.phase_ending_at(step).config)
+    if plan.last_step == step:
         configured["run.max_steps"] = trained.get("run.max_steps")
     problems = [
         Problem(
             key,
             "changed",
-            f"is {_shown(configured, key)}, and was {_shown(trained, key)} when {config.run.dir} was trained",
+            f"is {_shown(configured, key)}, and was {_shown(trained, key)} when {plan.run_dir} was trained",
         )
         for key in {**configured, **trained}
         if configured.get(key) != trained.get(key) and not FREE.fullmatch(key)

@@ -33,7 +33,7 @@ from hybridtron.problems import Code, Problem, did_you_mean
 from hybridtron.train.metrics import Decision, StepMetrics
 
 if TYPE_CHECKING:
-    from hybridtron.config.resolve import ResolvedPhase
+    from hybridtron.config.resolve import ResolvedPhase, RunPlan
     from hybridtron.data.batch import Batch
     from hybridtron.data.loader import Loader
     from hybridtron.engine.engine import Engine
@@ -45,16 +45,27 @@ if TYPE_CHECKING:
 class RunContext:
     """A run as its hooks see it.
 
+    plan: the configuration, its phases and the last step
     resumed_step: the last step of earlier starts; 0 for a new run
     beat: announces work to the watchdog, which allows it `run.timeout`
     """
 
-    config: Config
-    run_dir: Path
+    plan: RunPlan
     groups: Groups
     resumed_step: int
-    last_step: int
     beat: Callable[[str], None]
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def run_dir(self) -> Path:
+        return self.plan.run_dir
+
+    @property
+    def last_step(self) -> int:
+        return self.plan.last_step
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridtron.config.choices import LrPiece, Moments
-from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
-from hybridtron.config.schema import Config
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.units import readable
 from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.mixture_spec import Epochs, mixture_of, named_sources, reading_plan
@@ -28,22 +27,22 @@ from hybridtron.train.lr import learning_rate
 MFU = 0.4  # assumed for the estimate of GPU-hours; large hybrids reach 0.33 to 0.47 on H100s
 
 
-def print_timetable(config: Config) -> None:
+def print_timetable(plan: RunPlan) -> None:
     """Print a run's costs, the tables of phases and sources, and the changes in each phase."""
     console = wide_console()
-    for line in (f"{config.run.name}: {last_step(config):,} steps", *cost(config)):
+    for line in (f"{plan.config.run.name}: {plan.last_step:,} steps", *cost(plan)):
         console.print(line, highlight=False)
-    for table in (phase_table(config), source_table(config)):
+    for table in (phase_table(plan), source_table(plan)):
         table.box = None
         table.pad_edge = False
         console.print()
         console.print(table)
-    print_changes(config, console)
+    print_changes(plan, console)
 
 
-def print_changes(config: Config, console: Console) -> None:
+def print_changes(plan: RunPlan, console: Console) -> None:
     """Print each phase's starting point and the settings that it changes."""
-    for phase in resolve(config):
+    for phase in plan.phases:
         changes = list(changes_of(phase))
         console.print(f"\n{phase.settings.name}" + ("" if changes else ": as the phase before"))
         for change in changes:
@@ -55,25 +54,25 @@ def flops(phase: ResolvedPhase) -> float:
     return count(phase.model, phase.settings.seq_len).flops_per_token * phase.tokens
 
 
-def cost(config: Config) -> Iterator[str]:
+def cost(plan: RunPlan) -> Iterator[str]:
     """Yield lines with a run's FLOPs and, if the device's peak FLOP/s are known, estimated GPU-hours."""
-    peak = config.cluster.peak_tflops
-    total = sum(flops(phase) for phase in resolve(config))
+    cluster = plan.config.cluster
+    peak = cluster.peak_tflops
+    total = sum(flops(phase) for phase in plan.phases)
     yield f"{total:.3g} FLOPs over all phases"
     if peak is not None:
         hours = total / (MFU * peak * 1e12) / 3600
-        yield f"about {readable(hours)} GPU-hours on {config.cluster.name}, at {MFU:.0%} of {peak:g} TFLOP/s (a guess)"
+        yield f"about {readable(hours)} GPU-hours on {cluster.name}, at {MFU:.0%} of {peak:g} TFLOP/s (a guess)"
 
 
-def phase_table(config: Config) -> Table:
+def phase_table(plan: RunPlan) -> Table:
     """Build a table with one row for each phase."""
-    peak = config.cluster.peak_tflops
+    peak = plan.config.cluster.peak_tflops
     hours = () if peak is None else ("GPU-hours",)
     table = table_of(
         "phase", "steps", "tokens", "rows", "micro", "seq_len", "learning rate", "FLOPs/token", "FLOPs", *hours
     )
-    phases = resolve(config)
-    for phase in phases:
+    for phase in plan.phases:
         settings = phase.settings
         ramp = settings.ramp
         batch = settings.global_batch
@@ -86,7 +85,7 @@ def phase_table(config: Config) -> Table:
             rows,
             str(settings.micro_batch),
             str(settings.seq_len),
-            " to ".join(map(_rate, rates_of(phases, phase))),
+            " to ".join(map(_rate, rates_of(plan.phases, phase))),
             readable(amount / phase.tokens),
             f"{amount:.3g}",
             *(() if peak is None else (readable(amount / (MFU * peak * 1e12) / 3600),)),
@@ -112,14 +111,14 @@ def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[floa
     return [first, last]
 
 
-def source_table(config: Config) -> Table:
+def source_table(plan: RunPlan) -> Table:
     """Build a table with one row for each source in each phase.
 
     Epochs and the share of learned tokens are known only for folders on this machine.
     """
     table = table_of("phase", "source", "share", "tokens", "epochs", "learned", "folder", numbers_from=2)
     table.columns[-1].justify = "left"
-    for phase in resolve(config):
+    for phase in plan.phases:
         for line in sources_of(phase):
             cells = readable(line.share * phase.tokens), line.shown_epochs, line.shown_learned, Text(line.place)
             table.add_row(phase.settings.name, Text(line.source), f"{line.share:.1%}", *cells)

@@ -18,7 +18,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.restore import restore_newest, restore_states
 from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load_saved
-from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import megatron_context
 from hybridtron.engine.engine import Engine
@@ -66,19 +66,20 @@ def replay_of(run_dir: Path, folder: Path) -> Iterator[Replay]:
     """Yield the replay of a kept batch, on this process alone, until the block ends. Raises Unusable."""
     config = load_saved(run_dir / "config.yaml")
     config = replace(config, parallel=ParallelConfig(transformer_engine=config.parallel.transformer_engine))
-    check_fp8(config)
+    plan = RunPlan.of(config)
+    check_fp8(plan)
     key = key_of(folder)
-    phase = resolve(config)[key.phase]
+    phase = plan.phases[key.phase]
     refused = read_batch(folder, phase.states.chunks // phase.chunks_together)
     checkpoint = newest_before(run_dir, phase, refused.step)
     try:
         with megatron_context():
             groups = start(config.parallel, launch=ProcessLaunch(0, 1))
             torch.manual_seed(config.run.seed)
-            engines = Engines(config, groups)
+            engines = Engines(plan, groups)
             if checkpoint is None:
                 initial = given_weights(config)
-                engines.build(0, None if initial is None else weights_of(initial, phase.model, config.run.seed))
+                engines.build(0, None if initial is None else weights_of(initial, phase))
             else:
                 restore_newest([checkpoint], engines.engine_for, folder)  # archives nothing, which it may do in a run
             engine = engines.now

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.layout import launched
-from hybridtron.config.resolve import last_step, resolve
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.determinism import deterministic
 from hybridtron.device import megatron_context
@@ -42,17 +41,18 @@ LOG = logging.getLogger(__name__)
 START_S = 300.0  # minimum time limit for ranks to join, however short run.timeout is
 
 
-def run(config: Config, requests: StopRequests, hooks: Sequence[Hook] = ()) -> None:
-    """Train a configuration to its end, from the newest checkpoint in its run folder if there is one.
+def run(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = ()) -> None:
+    """Train a run to its end, from the newest checkpoint in its run folder if there is one.
 
     `hooks` run beside those that every run has: held-out losses before them, metrics after them. All ranks call this;
     on the first one the caller must hold the folder's lock. Other ranks neither read nor write the folder until all
     have joined, since another run may use it until then. A finished run only repeats work of hooks that failed.
     """
-    check_fp8(config)
+    config = plan.config
+    check_fp8(plan)
     check_forced_ops(config)
     hooks = [HeldOutLoss(), *hooks, RefusedBatches(), MetricsWriter()]
-    failures = Failures(Path(config.run.dir), launched().rank)
+    failures = Failures(plan.run_dir, launched().rank)
     with (
         deterministic(config.run.deterministic),
         force_on_all_threads(config.run.force_ops),
@@ -63,27 +63,26 @@ def run(config: Config, requests: StopRequests, hooks: Sequence[Hook] = ()) -> N
             groups = join_ranks(config, failures)
             start = starting_point(config)
             if start is not None:
-                check_same_model(start, config)
-            if start is not None and start.meta.step >= last_step(config):
-                check_unchanged(start, config)
-                report_finished(start, config, hooks, groups)
+                check_same_model(start, plan)
+            if start is not None and start.meta.step >= plan.last_step:
+                check_unchanged(start, plan)
+                report_finished(start, plan, hooks, groups)
                 return
             if start is None:
                 initial = given_weights(config)
             else:
                 initial = None
-            first = resolve(config)[0]
             if initial is None:
                 changed = []
             else:
-                changed = check_same_weights(initial, first.model, "run.weights", True)
+                changed = check_same_weights(initial, plan.phases[0].model, "run.weights", True)
             if groups.is_first:
                 open_folder(start, initial, config, changed)
             barrier()
             log.write_to(failures.run_dir)
             with Watchdog(failures, config.run.timeout) as watchdog, unfinished(failures):
                 trainer = Trainer(
-                    config, groups, start=start, initial=initial, hooks=hooks, requests=requests, watchdog=watchdog
+                    plan, groups, start=start, initial=initial, hooks=hooks, requests=requests, watchdog=watchdog
                 )
                 trainer.fit()
                 if failed := failures_of(hooks):

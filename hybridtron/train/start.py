@@ -24,7 +24,7 @@ from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.merged import merged
 from hybridtron.config.checks.precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
-from hybridtron.config.resolve import ResolvedPhase, phase_ending_at, resolve
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import BEST, folder_of
 from hybridtron.data.loader import Fingerprint
@@ -105,11 +105,11 @@ def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
     return checkpoint
 
 
-def check_same_model(start: Checkpoint, config: Config) -> None:
+def check_same_model(start: Checkpoint, plan: RunPlan) -> None:
     """Raise ConfigError if the configured model or optimizer differs from the checkpoint that the run resumes from."""
-    differences = _differences(start, phase_ending_at(resolve(config), start.meta.step).model)
-    if (stored := start.config.optim.name) != config.optim.name:
-        differences.append(("optim.name", f"is {config.optim.name}, but {start.folder} holds the state of {stored}"))
+    differences = _differences(start, plan.phase_ending_at(start.meta.step).model)
+    if (stored := start.config.optim.name) != (wanted := plan.config.optim.name):
+        differences.append(("optim.name", f"is {wanted}, but {start.folder} holds the state of {stored}"))
     if differences:
         raise ConfigError(
             [Problem(key, "changed", f"{message}: set it so, or run.resume=never") for key, message in differences]
@@ -149,13 +149,14 @@ def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
     return [f"{key} is new in layers {', '.join(on)} and starts as {start}" for (key, start), on in layers.items()]
 
 
-def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[str], Tensor]:
-    """Return a function that reads a full weight by name.
+def weights_of(given: Checkpoint, phase: ResolvedPhase) -> Callable[[str], Tensor]:
+    """Return a function that reads a phase's full weights by name from a checkpoint.
 
     A weight that the checkpoint lacks starts as the parameter table says: from an initializer, or as a concatenation of
     its sub-layer's other weights.
     """
-    table, stored = parameter_table(model), parameter_table(given.config.model)
+    table = phase.table
+    stored = parameter_table(given.config.model)
     read_stored = given.weights(stored)
 
     def weight(name: str) -> Tensor:
@@ -167,7 +168,7 @@ def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[st
             assert owner is not None
             return torch.cat([given.whole(f"{owner.path}.mixer.{key}") for key in grown])
         assert grown is not None
-        return starting_value(grown, table[name].shape, seed, name)
+        return starting_value(grown, table[name].shape, phase.config.run.seed, name)
 
     return weight
 
@@ -195,9 +196,9 @@ def _differing(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
             )
 
 
-def check_fp8(config: Config) -> None:
+def check_fp8(plan: RunPlan) -> None:
     """Raise ConfigError if a phase needs FP8 without emulation and this process's device can't run it."""
-    for phase in resolve(config):
+    for phase in plan.phases:
         precision = phase.precision
         if precision.name in FP8_MULTIPLES and not precision.emulate and (fault := fp8_fault(precision.name)):
             raise ConfigError([needs(precision, f"transformer_engine and a Hopper or newer GPU ({fault})")])

@@ -19,8 +19,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
 from hybridtron.checkpoint.restore import check_given, restore_newest, restore_states
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
-from hybridtron.config.schema import Config
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.units import parse_steps
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
@@ -52,7 +51,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        plan: RunPlan,
         groups: Groups,
         *,
         start: Checkpoint | None,
@@ -61,17 +60,18 @@ class Trainer:
         requests: StopRequests,
         watchdog: Watchdog,
     ) -> None:
-        self.config = config
-        self.run_dir = run_dir = Path(config.run.dir)
+        self.plan = plan
+        self.config = config = plan.config
+        self.run_dir = run_dir = plan.run_dir
         self.groups = groups
-        self.phases = resolve(config)
-        self.last = last_step(config)
+        self.phases = plan.phases
+        self.last = plan.last_step
         self.hooks = hooks
         self.requests = requests
         self.watchdog = watchdog
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
-        self.engines = Engines(config, groups)
+        self.engines = Engines(plan, groups)
         if initial is not None:
             check_given(initial, groups, "run.weights")
         self.start: Checkpoint | None = None
@@ -82,7 +82,7 @@ class Trainer:
             self.resume_step = self.start.meta.step
             self.skipped_data = SkippedData(self.start.meta.windows)
         elif initial is not None:
-            self.engines.build(0, weights_of(initial, self.phases[0].model, config.run.seed))
+            self.engines.build(0, weights_of(initial, self.phases[0]))
         else:
             self.engines.build(0)
         self.rollback = Rollback(config, run_dir, self.start)
@@ -110,14 +110,7 @@ class Trainer:
         """Train all remaining steps, and roll back whenever training has failed. Raises Preempted on demand."""
         if self.groups.is_first:
             announce_run(self.config, self.engine, self.resume_step, self.last)
-        self.run = RunContext(
-            self.config,
-            self.run_dir,
-            self.groups,
-            resumed_step=self.resume_step,
-            last_step=self.last,
-            beat=self.watchdog.beat,
-        )
+        self.run = RunContext(self.plan, self.groups, self.resume_step, beat=self.watchdog.beat)
         try:
             for hook in self.hooks:
                 hook.on_run_start(self.run)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hybridtron.config.load import load, to_yaml
+from hybridtron.config.resolve import RunPlan
 from hybridtron.data.check_vocabulary import meaning_problems, vocabulary_warnings
 from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.data.problems import data_problems
@@ -110,8 +111,8 @@ def test_of_a_later_phase(weights: Path, tmp_path: Path) -> None:
 
 def test_no_tokenizer_is_trained_for_weights_that_have_one(weights: Path, tmp_path: Path) -> None:
     arguments = [f"run.weights={weights}", f"data.path={tmp_path / 'none'}"]
-    assert [problem.key for problem in data_problems(load(arguments))] == ["run.weights"]
-    assert data_problems(load([*arguments, "run.accept_data_changes=true"])) == []
+    assert [problem.key for problem in data_problems(RunPlan.of(load(arguments)))] == ["run.weights"]
+    assert data_problems(RunPlan.of(load([*arguments, "run.accept_data_changes=true"]))) == []
 
 
 def test_weights_without_a_tokenizer_are_named(weights: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.load import choices_of, load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.problems import Code, ConfigError
 
 
@@ -25,7 +26,7 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
     config = load([f"recipe={recipe}"])
     assert config.run.name == recipe.removeprefix("ablations/").removeprefix("tasks/")
     require(config)
-    assert warnings(config) == []
+    assert warnings(RunPlan.of(config)) == []
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_all_problems_at_once_in_one_text():
 
 
 def test_warnings_name_what_has_no_effect():
-    found = warnings(load(["model.pattern=M-", "optim.decay=5%"]))
+    found = warnings(RunPlan.of(load(["model.pattern=M-", "optim.decay=5%"])))
     assert len(found) == 2
     assert "model.layers.W" in found[0]
     assert "optim.schedule=wsd" in found[1]
@@ -260,7 +261,7 @@ def test_bars_must_make_as_many_stages_as_the_layout():
 
 
 def test_settings_without_effect_in_a_layout_are_warned_of():
-    found = warnings(load(["model.pattern=M-|W-", "parallel.sequence=true"]))
+    found = warnings(RunPlan.of(load(["model.pattern=M-|W-", "parallel.sequence=true"])))
     assert len(found) == 2
     assert "parallel.tensor of at least 2" in found[0]
     assert "stage borders" in found[1]
@@ -298,5 +299,5 @@ def test_carried_rows_end_at_chunk_boundaries() -> None:
     ],
 )
 def test_surprising_span_options_are_warned_of(settings: tuple[str, ...], keys: list[str]) -> None:
-    noted = warnings(load(["recipe=samba_span_laptop", *settings]))
+    noted = warnings(RunPlan.of(load(["recipe=samba_span_laptop", *settings])))
     assert [warning.split()[0] for warning in noted] == [f"model.layers.X.{key}" for key in keys]

@@ -11,6 +11,7 @@ from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import fp8_layers
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.planning.fit import fit
 from hybridtron.problems import Code
 
@@ -102,10 +103,11 @@ def test_evaluations_at_other_lengths_fit_too() -> None:
 
 @pytest.mark.parametrize("setting", ["emulate=true", "bf16_first=2", "bf16_last=1", "history=16"])
 def test_settings_without_effect_are_warned_of(setting: str) -> None:
-    (warning,) = warnings(load(["precision=bf16", f"precision.{setting}"]))
+    (warning,) = warnings(RunPlan.of(load(["precision=bf16", f"precision.{setting}"])))
     assert f"precision.{setting}" in warning
     if setting != "emulate=true":
-        assert bool(warnings(load(["precision=fp8_current", f"precision.{setting}"]))) == setting.startswith("history")
+        plan = RunPlan.of(load(["precision=fp8_current", f"precision.{setting}"]))
+        assert bool(warnings(plan)) == setting.startswith("history")
 
 
 @pytest.mark.parametrize("recipe", ["samba_1.7b", "mamba_swa_mlp_1.6b", "mistral_1.6b", "llama3_1.6b"])

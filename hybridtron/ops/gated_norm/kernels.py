@@ -1,6 +1,6 @@
 """The gated norm by Triton, whole and in two steps: a pass reads what it needs once, and makes v = y silu(z) again.
 
-The equations of the steps are those of `recomputed`; with r = 1 / sqrt(mean(v^2) + eps), those of the whole are
+The equations of the steps are those of `reference`; with r = 1 / sqrt(mean(v^2) + eps), those of the whole are
 
     out = v r weight,   dv = r (dout weight - v r^2 mean(dout weight v)),   dweight = sum over tokens of dout v r
 

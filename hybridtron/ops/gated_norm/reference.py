@@ -7,6 +7,12 @@ over each head, and `gated_scale` computes `out` from v and one factor for each 
 from the heads' sums to the groups' means and back, belongs to the mixer, as a group's heads may lie on several ranks.
 All compute in fp32 at least.
 
+Backward, with dv the gradient of v: dy = dv silu(z), and dz = dv y silu'(z), where
+
+    of the squares     dv = 2 v dsquares
+    of the output      dv = dout weight scale
+                       dscale = sum over the head of dout weight v,   dweight = sum over tokens of dout v scale
+
 Legend: B rows, L tokens, E channels, H heads, P head size.
 """
 

@@ -17,16 +17,9 @@ from hybridtron.ops.gated_norm import (
     gated_norm,
     gated_scale,
     gated_squares,
-    recomputed,
 )
 
-FORMS = pytest.mark.parametrize("form", ["reference", "recomputed"])
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 2 tokens, so that 3 are a whole chunk and a ragged one."""
-    monkeypatch.setattr(recomputed, "CHUNK", 2)
+FORMS = pytest.mark.parametrize("form", ["reference", "native"])
 
 
 def inputs(dtype: torch.dtype = torch.float64, rows: int = 2, length: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -68,35 +61,6 @@ def test_it_is_transformers_norm(form: str, groups: int) -> None:
     torch.testing.assert_close(whole, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recomputed_equals_the_reference(dtype: torch.dtype) -> None:
-    arguments = inputs(dtype, rows=3, length=7)
-    results = []
-    for form in ("reference", "recomputed"):
-        with force(form):
-            squares = gated_squares(GatedSquaresInputs(*arguments[:2]))
-            scaled = gated_scale(GatedScaleInputs(*arguments))
-        loss = squares.sin().sum() + scaled.float().cos().sum()
-        results.append((squares, scaled, *torch.autograd.grad(loss, arguments)))
-    for expected, ours in zip(*results, strict=True):
-        assert ours.dtype == expected.dtype
-        torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
-def test_the_recomputed_norm_equals_the_reference(dtype: torch.dtype, tolerance: float) -> None:
-    """The gradients of the two steps are rounded to bf16 before they are added."""
-    y, z, _, weight = inputs(dtype, rows=3, length=7)
-    results = []
-    for form in ("reference", "recomputed"):
-        with force(form):
-            out = normed(y, z, weight, groups=2)
-        results.append((out, *torch.autograd.grad(out.float().sin().sum(), (y, z, weight))))
-    for expected, ours in zip(*results, strict=True):
-        assert ours.dtype == expected.dtype
-        assert (ours - expected).float().norm() <= tolerance * expected.float().norm()
-
-
 def test_bf16_is_squared_in_fp32() -> None:
     y, z, _, _ = inputs(torch.bfloat16)
     squares = gated_squares(GatedSquaresInputs(y, z))
@@ -106,10 +70,11 @@ def test_bf16_is_squared_in_fp32() -> None:
     )
 
 
-def test_only_inputs_are_kept() -> None:
+def test_the_compiled_form_keeps_only_inputs() -> None:
     arguments = inputs()
     kept: set[int] = set()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.data_ptr()) or x, lambda x: x):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.data_ptr()) or x, lambda x: x)
+    with hooks, force("native"):
         gated_squares(GatedSquaresInputs(*arguments[:2]))
         gated_scale(GatedScaleInputs(*arguments))
         normed(*arguments[:2], arguments[3], groups=2)

@@ -68,8 +68,9 @@ def test_the_table_is_written(name: str, tmp_path: Path) -> None:
     assert str(ROOT) not in page
     assert " ms" not in page
     ratios = [float(ratio) for ratio in re.findall(r"\| ([\d.]+)x (?=\|)", page.replace(",", ""))]
-    assert ratios
-    assert name == "rounding" or all(ratio > 0 for ratio in ratios), "losses of a few tiny steps may be equal"
+    if name != "rounding":  # losses of a few tiny steps may be equal, and then no ratio is shown
+        assert ratios
+        assert all(ratio > 0 for ratio in ratios)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ def test_a_file_with_a_line_that_no_card_has_is_refused(tmp_path: Path) -> None:
     path = cards.measured_path("length/zero", tmp_path)
     path.parent.mkdir()
     path.write_text(json.dumps({"loss": 1}))
-    with pytest.raises(Unusable, match="loss"):
+    with pytest.raises(Unusable) as refused:
         cards.measured_of("length/zero", tmp_path)
+    assert refused.value.code == "unknown-name"
 
 
 @pytest.mark.slow
@@ -75,5 +76,6 @@ def test_cards_of_what_was_measured_and_recorded(
     assert cards.main(["--records", str(records), "--output", str(tmp_path)]) == 0
     assert (tmp_path / "llama2_438m.md").read_text() == cards.card("llama2_438m", {"resume_difference": 0.0}, [RECORD])
     assert str(tmp_path) in capsys.readouterr().out
-    with pytest.raises(Unusable, match="no such file"):
+    with pytest.raises(Unusable) as refused:
         cards.main(["--records", str(tmp_path / "none.jsonl")])
+    assert refused.value.code == "no-file"

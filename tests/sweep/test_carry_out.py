@@ -95,8 +95,9 @@ def test_finished_runs_are_kept_when_the_sweep_grows(sweep: Callable[..., int], 
     assert sweep("settings: [recipe=laptop]\ngrid: {run.seed: [0, 1]}") == 0
     assert sweep("settings: [recipe=laptop]\ngrid: {run.seed: [0, 1, 2]}") == 0
     assert sorted(order(tmp_path)) == ["seed=0", "seed=1", "seed=2"]
-    with pytest.raises(Unusable, match=r"optim\.clip=3"):
+    with pytest.raises(Unusable) as refused:
         sweep("settings: [recipe=laptop, optim.clip=3]\ngrid: {run.seed: [0, 1]}")
+    assert refused.value.code == "changed"
 
 
 def test_a_run_that_fails_is_named_and_tried_again_next_time(
@@ -121,7 +122,7 @@ def test_a_wrong_setting_is_refused_with_its_run_before_any_starts(tmp_path: Pat
     (tmp_path / "wrong.yaml").write_text("settings: [recipe=laptop]\ngrid: {optim.clp: [1, 2]}")
     with pytest.raises(Unusable, match="clp=1") as refused:
         command.main([str(tmp_path / "wrong.yaml"), "--output", str(tmp_path / "out")])
-    assert "did you mean" in str(refused.value)
+    assert refused.value.code == "unknown-name"
     assert not (tmp_path / "out").exists()
 
 

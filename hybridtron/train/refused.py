@@ -14,7 +14,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,18 +50,26 @@ class RefusedBatches(Hook):
         assert context.data is not None
         groups = context.run.groups
         folder = folder_of(context.run.run_dir, context.data)
-        try:
+        with warn_of_failure(context.step):
             if groups.is_first:
                 about = {"step": context.step, "why": why, "loss": metrics.loss, "norm": metrics.grad_norm}
                 make_room(folder, keep)
                 (folder / ABOUT).write_text(json.dumps(finite(about)))
-            barrier()
+        barrier()  # all processes reach it, also if the first one could not make the folder
+        with warn_of_failure(context.step):
             if groups.tensor.rank == 0 and groups.pipeline_rank == 0:
                 name = f"data-{groups.data_rank:05}-context-{groups.context.rank:05}.safetensors"
                 (folder / name).write_bytes(save(tensors_of(context.batches)))
-        except OSError as error:
-            LOG.warning("the batch of step %d is not kept: %s", context.step, error)
         return metrics
+
+
+@contextmanager
+def warn_of_failure(step: int) -> Iterator[None]:
+    """Log a warning if the block fails to write a step's batch."""
+    try:
+        yield
+    except OSError as error:
+        LOG.warning("the batch of step %d is not kept: %s", step, error)
 
 
 def make_room(folder: Path, keep: int) -> None:

@@ -64,11 +64,14 @@ def test_none_are_kept_where_none_are_wanted(train_small: Train, tmp_path: Path)
     assert main(["replay", str(tmp_path / "run")]) == 2
 
 
-def test_a_full_disk_stops_no_run(train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["save", "make_room"])
+def test_a_full_disk_stops_no_run(
+    name: str, train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> bytes:
         raise OSError("no space left")
 
-    monkeypatch.setattr("hybridtron.train.refused.save", full)
+    monkeypatch.setattr(f"hybridtron.train.refused.{name}", full)
     with spoiled(math.nan, micro_batches(2)):
         assert train_small("run.max_steps=3") == 0
     assert "is not kept: no space left" in (tmp_path / "run/logs/log-0.txt").read_text()

@@ -110,7 +110,9 @@ def test_a_copy_that_is_not_whole_is_reported_and_is_no_checkpoint(
     assert same(download(URL, tmp_path / "back"), folder)
 
 
-def test_what_changed_in_the_store_is_not_taken(alone: Groups, write: Write, tmp_path: Path, store: FakeS3) -> None:
+def test_a_changed_copy_in_the_store_is_not_downloaded(
+    alone: Groups, write: Write, tmp_path: Path, store: FakeS3
+) -> None:
     folder = write(trained(alone))
     upload(Bucket(URL, PATIENCE), folder)
     for kind, said in {"flip": "not as it was written", "short": "not as it was written"}.items():

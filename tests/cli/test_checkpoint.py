@@ -76,7 +76,7 @@ def test_a_renamed_checkpoint_is_reported(run: Path, command: str, capsys: pytes
     assert reported(capsys, 1, "verify", folder_of(run, 9))
 
 
-def test_what_is_broken_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_broken_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder_of(run, 1) / "optimizer-00000.safetensors"
     stored = bytearray(file.read_bytes())
     stored[-1] ^= 1

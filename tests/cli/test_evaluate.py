@@ -149,7 +149,7 @@ def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path
     assert min(line["overall"] for line in deviations) > 0
 
 
-def test_what_was_measured_is_shown_without_being_measured_again(
+def test_recorded_results_are_shown_without_measuring_again(
     run: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded results are shown even where the data is gone; another length, other data or attention is measured."""

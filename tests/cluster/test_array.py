@@ -56,7 +56,7 @@ def test_runs_that_start_from_others_are_an_array_behind_theirs(
     assert (sweep.parent / "pair/code/hybridtron/cli/train.py").is_file()
 
 
-def test_what_is_queued_is_refused_and_what_has_finished_left_out(
+def test_queued_runs_are_refused_and_finished_runs_left_out(
     programs: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert queue(sweep) == 0
@@ -128,7 +128,7 @@ def test_a_command_is_queued_behind_the_runs(programs: Path, sweep: Path) -> Non
     assert (sweep.parent / "said").read_text() == f"{sweep.parent}/pair/code a b\n"
 
 
-def test_what_a_variant_starts_from_belongs_to_it(sweep: Path) -> None:
+def test_only_keeps_the_variants_that_others_start_from(sweep: Path) -> None:
     chosen = narrowed(read(sweep, ["optim.clip=3"]), ["longer"])
     assert [run.name for run in chosen.runs] == ["base-seed=0", "base-seed=1", "longer-seed=0", "longer-seed=1"]
     clips = [[text for text in run.settings if text.startswith("optim.clip")] for run in chosen.runs]

@@ -98,7 +98,7 @@ def test_states_of_jobs_that_neither_run_nor_wait(queue: str, state: str, why: s
         ({"outcome": "failed", "rank": 3, "reason": "out of memory"}, "stop", "stopped", "mend it"),
     ],
 )
-def test_how_a_run_has_ended(outcome: dict, decision: str, state: str, why: str, run: Path) -> None:
+def test_status_shows_the_end_of_a_run(outcome: dict, decision: str, state: str, why: str, run: Path) -> None:
     (run / "outcome.json").write_text(json.dumps(outcome))
     history.record(run, replace(STARTED, decision=decision, why="mend it"))
     submitted(run, "")
@@ -107,7 +107,7 @@ def test_how_a_run_has_ended(outcome: dict, decision: str, state: str, why: str,
     assert (found.left_s is None) == (state == "finished")
 
 
-def test_what_sbatch_refused_and_what_has_gone_silent(run: Path) -> None:
+def test_status_shows_refused_and_silent_runs(run: Path) -> None:
     long_ago = time.time() - 3 * 3600
     os.utime(run / "metrics.jsonl", (long_ago, long_ago))
     found = status.status(run)

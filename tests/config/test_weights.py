@@ -45,7 +45,7 @@ def reported(*arguments: str) -> dict[str, Code]:
     return {problem.key: problem.code for problem in caught.value.problems}
 
 
-def test_there_are_the_four_interventions_and_their_control() -> None:
+def test_recipes_are_four_interventions_and_a_control() -> None:
     assert {name.partition("/")[2] for name in LENGTH} == {"zero", "random", "fitted", "state_passing", "tbtt"}
 
 

@@ -257,7 +257,7 @@ def reading_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_reader_ran_into_is_raised_where_it_is_waited_for(toy: TokenFolder, workers: int):
+def test_an_error_of_a_reader_is_raised_where_its_batch_is_awaited(toy: TokenFolder, workers: int):
     (toy.source_path("train", "text") / "part-00000" / "shard.00000.mds").write_bytes(bytes(500))
     loader = Loader(sources_of((toy, "text", 1)), order_of(), Ahead(workers=workers))
     with pytest.raises(RuntimeError, match=r"shard\.00000\.mds"):

@@ -214,7 +214,7 @@ def keys(*arguments: str) -> list[str]:
     return [problem.key for problem in problems(load([*arguments, "run.dir=run"]))]
 
 
-def test_what_an_embedded_corpus_lacks_is_reported_before_it_is_made(
+def test_a_too_small_embedded_corpus_is_reported_before_preparation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

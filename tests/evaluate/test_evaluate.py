@@ -162,7 +162,7 @@ def test_samples_of_other_data_are_not_continued(run: Path, output: Path, tmp_pa
     assert "was measured with {'data': None}" in capsys.readouterr().err
 
 
-def test_one_sample_at_a_time_gives_the_same_answers(run: Path, output: Path, tmp_path: Path) -> None:
+def test_a_batch_of_one_gives_equal_answers(run: Path, output: Path, tmp_path: Path) -> None:
     alone = evaluated(run, tmp_path, ASKED, "--batch", "1")
     once, again = (lines_of(folder / "samples.jsonl") for folder in (output, alone))
     assert [line for line in again if "metrics" in line] == [line for line in once if "metrics" in line]

@@ -105,7 +105,7 @@ def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, f
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_where_no_state_is_used_none_is_made(memory: str) -> None:
+def test_span_without_memory_has_no_state(memory: str) -> None:
     """Otherwise each layer's copy of the last keys and values would stay until the forward pass ends."""
     mixer = build(**SMALL, memory=memory)
     x = x_of()

@@ -20,13 +20,13 @@ RECORD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_what_nobody_measured_says_so() -> None:
+def test_a_card_without_measurements_says_so() -> None:
     text = cards.card("llama2_438m", {}, [])
     assert text.count(cards.NOT_MEASURED) == len(cards.LINES)
     assert "not rehearsed" in text
 
 
-def test_what_was_measured_and_rehearsed() -> None:
+def test_a_card_lists_measurements_and_rehearsals() -> None:
     refused = {"recipe": "llama2_438m", "layout": "PP2", "rank": None, "refused": ["parallel.pipeline  is 2, but"]}
     text = cards.card("llama2_438m", {"losses": {"1": 10.38, "2": 10.2}, "waits": 1}, [RECORD, refused])
     assert "| losses at steps | 1: 10.3800, 2: 10.2000 |" in text

@@ -258,7 +258,7 @@ def test_a_column_of_every_checkpoint(run: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_fill_a_column_is_said(
+def test_claims_without_a_column_are_refused(
     given: list[str], message: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = [text.replace("FOLDER", str(tmp_path)).replace("=RUN", f"={run}") for text in given]

@@ -238,7 +238,7 @@ def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:
             named("qa_1", [f"data={tmp_path / file}"]).sample(0, 0, BYTES, 4000)
 
 
-def test_there_is_no_question_beyond_the_last() -> None:
+def test_a_question_beyond_the_last_is_refused() -> None:
     with pytest.raises(TaskError, match="4"):
         named("qa_1", [f"data={GOLDEN / 'squad.json'}"]).sample(0, 4, BYTES, 850)
     with pytest.raises(TaskError, match="7"):

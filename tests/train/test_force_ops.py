@@ -54,14 +54,16 @@ def test_a_run_with_references_learns_the_same(
     ],
 )
 @pytest.mark.parametrize("command", [["run.plan=true"], []], ids=["plan", "train"])
-def test_what_does_not_exist_is_refused(
+def test_unknown_ops_and_implementations_are_refused(
     setting: str, message: str, command: list[str], train_small: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_small(setting, *command) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_what_cannot_run_here_is_refused(train_small: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_implementation_for_another_device_is_refused(
+    train_small: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The plan allows it: another machine may run it."""
     foreign = next(
         f"run.force_ops.{name}={each.name}"

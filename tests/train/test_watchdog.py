@@ -66,7 +66,7 @@ def test_progress_keeps_the_watchdog_quiet(tmp_path: Path, clock: Clock) -> None
     assert not (tmp_path / "outcome.json").exists()
 
 
-def test_what_does_not_end_is_dumped_recorded_and_ended(
+def test_a_hanging_process_is_dumped_recorded_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     ended: list[int] = []
@@ -106,7 +106,7 @@ def test_before_the_ranks_are_connected_the_record_of_an_earlier_start_is_replac
     assert outcome_of(tmp_path)["outcome"] == "failed"
 
 
-def test_how_far_it_had_come_is_written_in_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_before_a_hang_is_recorded_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The duration is not affected by jumps of the clock."""
     failures = connected(tmp_path, 0)
     failures.progress.step = 5

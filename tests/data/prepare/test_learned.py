@@ -139,7 +139,7 @@ def test_a_prompt_and_its_completion_are_tokenized_apart(vocabulary: Vocabulary,
     assert folder.manifest.origin["learn"] == "completion"
 
 
-def test_what_a_template_writes_for_the_assistant(vocabulary: Vocabulary, tmp_path: Path):
+def test_tokens_written_by_the_assistant_are_learned(vocabulary: Vocabulary, tmp_path: Path):
     """ChatML: `It is 42.`, the end of the turn and the line break; nothing of the other roles."""
     chat = chatting(vocabulary, tmp_path / "tokenizer").chat
     assert chat is not None
@@ -220,7 +220,7 @@ def test_templates_that_fail(vocabulary: Vocabulary, tmp_path: Path, template: s
         made(tmp_path, chatting(vocabulary, tmp_path / "tokenizer", template), "messages", {"messages": CHAT})
 
 
-def test_what_can_not_say_what_is_learned(vocabulary: Vocabulary, tmp_path: Path):
+def test_inputs_without_a_learned_part_are_refused(vocabulary: Vocabulary, tmp_path: Path):
     line = {"messages": CHAT}
     with pytest.raises(ArgumentError, match=r"--learn messages: the tokenizer small has no chat template: neither"):
         made(tmp_path, vocabulary, "messages", line)

@@ -191,7 +191,7 @@ def test_a_compiler_that_hangs_is_given_up(cache: Path, tmp_path: Path, monkeypa
     assert "does not end within" in library().reason
 
 
-def test_what_the_compiler_refuses_is_said(cache: Path) -> None:
+def test_errors_of_the_compiler_are_reported(cache: Path) -> None:
     (owner.SOURCES / "wrong.cpp").write_text("int wrong() { return nothing; }\n")
     assert "nothing" in library().reason
     assert "error" in library().reason
@@ -284,7 +284,7 @@ def some_row(length: int, rows: int = 1, channels: int = 160) -> ScanInputs:
     return ScanInputs(x, dt, -normal(channels, 16).exp(), B, C, normal(channels), normal(channels))
 
 
-def test_it_runs_in_forked_children_with_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_runs_in_forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in the parent first, and then in two children: a pool of threads would not survive the fork."""
     monkeypatch.setattr("hybridtron.ops.native.recurrence.threads", lambda worth: 2)
     row = some_row(300)
@@ -333,7 +333,7 @@ def test_the_limits_of_all_cgroups_around_a_process() -> None:
     assert owner.cgroups(root, "0::/../elsewhere\n") == [root]
 
 
-def test_it_is_compiled_by_as_many_threads_as_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_are_those_that_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "_allowed", lambda: sys.maxsize)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
     assert owner.processors() == (3 if sys.platform == "linux" else os.cpu_count())

@@ -54,7 +54,9 @@ class TokenFolder:
         """Open a local folder; raise FolderError if its sizes or its tokenizer differ from the manifest."""
         try:
             if not path.is_dir():
-                raise FolderError(path, "is not a folder" if path.exists() else "does not exist")
+                if path.exists():
+                    raise FolderError(path, "is not a folder")
+                raise FolderError(path, "does not exist", code="no-file")
             folder = TokenFolder.unchecked(path)
             folder._check_sizes()
             folder.verified("tokenizer.json")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from hybridtron.problems import Code
 from hybridtron.storage.digest import digest_of
 
 FORMAT = 2
@@ -26,9 +27,10 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class FolderError(ValueError):
     """Raised when a folder can't be used. `fault` is the message without the folder's name."""
 
-    def __init__(self, folder: Path | str, fault: str) -> None:
+    def __init__(self, folder: Path | str, fault: str, *, code: Code = "unreadable") -> None:
         super().__init__(f"{folder} {fault}")
         self.fault = fault
+        self.code: Code = code
 
 
 def _is_count(value: object) -> bool:

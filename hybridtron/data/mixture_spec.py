@@ -56,14 +56,14 @@ def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
         sources = folder.manifest.splits["train"].items()
         mixture = [MixtureSource(name, folder, name, float(of_source.tokens)) for name, of_source in sources]
     if not mixture:
-        raise FolderError(data.path, "has no tokens to train on")
+        raise FolderError(data.path, "has no tokens to train on", code="missing")
     whole = sum(source.weight for source in mixture)
     for source in mixture:
         _check_alike(mixture[0], source)
         if source.weight < SMALLEST_SHARE * whole:
             fault = f"({source.name}) is {source.weight / whole:.1e} of all that is read"
             cure = f"leave it out, or give it a weight in data.mixture of at least {SMALLEST_SHARE:.0e} of all weights"
-            raise FolderError(source.folder.name, f"{fault}: {cure}")
+            raise FolderError(source.folder.name, f"{fault}: {cure}", code="out-of-range")
     return mixture
 
 
@@ -107,6 +107,7 @@ def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened
             folder.name,
             f"has no source {source!r} for mixture.{name}; its sources: {names}. Name one as mixture.{name}.source, "
             "or write mixture: null for all of them",
+            code="unknown-name",
         )
     return MixtureSource(name, folder, source, entry.weight)
 
@@ -120,12 +121,14 @@ def _check_alike(first: MixtureSource, other: MixtureSource) -> None:
             other.folder.name,
             f"({other.name}) was made with another tokenizer than {first.folder.name} ({first.name}): "
             "one model reads one vocabulary; prepare both with the same tokenizer",
+            code="conflict",
         )
     if theirs.eos != ours.eos:
         raise FolderError(
             other.folder.name,
             f"({other.name}) ends documents with token {theirs.eos}, and {first.folder.name} ({first.name}) with token "
             f"{ours.eos}: one model learns one end; prepare both with the same --eos",
+            code="conflict",
         )
 
 

@@ -98,11 +98,11 @@ def _folder_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
         except FolderError as error:
             faults[phase.key("data.path")] = error
             if data.mixture:
-                return [Problem(phase.key("data.mixture"), "conflict", f"{error}{_reader(phase)}")]
+                return [Problem(phase.key("data.mixture"), error.code, f"{error}{_reader(phase)}")]
     cure = "prepare it with hybridtron data prepare, or try data=embedded data.epochs=null run.max_steps=10"
     if data.source == Source.embedded:
         cure = f"delete {data.path}, and it is prepared again; or set another path"
-    return [Problem(key, "unreadable", f"{error}{_reader(phase)}; {cure}") for key, error in faults.items()]
+    return [Problem(key, error.code, f"{error}{_reader(phase)}; {cure}") for key, error in faults.items()]
 
 
 def _place_problems(key: str, path: str, vocab_size: int) -> list[Problem]:

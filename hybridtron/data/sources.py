@@ -46,7 +46,7 @@ class Sources:
         try:
             mixture = mixture_of(data, lambda path: open_folder(path, cache))
         except FolderError as error:
-            raise ConfigError([Problem(key, "unreadable", f"{error}; phase {phase.settings.name} reads it")]) from error
+            raise ConfigError([Problem(key, error.code, f"{error}; phase {phase.settings.name} reads it")]) from error
         if problems := content_problems(key, phase, mixture):
             raise ConfigError(problems)
         return Sources(mixture, cache)

@@ -100,7 +100,7 @@ def digest_of_data(data: DataConfig, path: str) -> str:
     try:
         return open_folder(path, cache_options(data)).digest
     except FolderError as error:
-        raise Unusable(f"--data: {error}", code="unreadable") from error
+        raise Unusable(f"--data: {error}", code=error.code) from error
 
 
 def open_sources(data: DataConfig, path: str | None) -> Sources:

@@ -12,6 +12,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.check import check
 from hybridtron.config.load import CONFIGS, load
 from hybridtron.config.phase_schema import PhaseDataConfig
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import (
     Config,
     DataConfig,
@@ -23,9 +24,8 @@ from hybridtron.config.schema import (
 from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.mixture_spec import mixture_of
 from hybridtron.data.prepare.writer import write_folder
-from hybridtron.data.problems import RECIPES_PATHS
-from hybridtron.data.problems import data_problems as problems
-from hybridtron.problems import Code
+from hybridtron.data.problems import RECIPES_PATHS, data_problems
+from hybridtron.problems import Code, Problem
 
 
 def config_of(
@@ -43,6 +43,10 @@ def config_of(
     run = RunConfig(name="test", eval_lengths=list(lengths))
     data = DataConfig(source, str(path), mixture or {}, epochs=None)
     return Config(model=model, data=data, phases=[first, second], run=run)
+
+
+def problems(config: Config) -> list[Problem]:
+    return data_problems(RunPlan.of(config))
 
 
 def problems_of(config: Config) -> list[tuple[str, Code]]:
@@ -103,7 +107,7 @@ def test_two_ends_of_documents_are_refused(tmp_path: Path, two_sources: TokenFol
 def test_a_source_that_is_hardly_read_is_refused(two_sources: TokenFolder):
     """A tiny weight is refused at the start; else laying out rows would fail once its phase has begun."""
     mixture = {"web": IngredientConfig(1e-9), "code": IngredientConfig(1)}
-    assert problems_of(config_of(two_sources.path, mixture=mixture)) == [("data.mixture", "conflict")]
+    assert problems_of(config_of(two_sources.path, mixture=mixture)) == [("data.mixture", "out-of-range")]
 
 
 def test_every_folder_that_is_missing_is_named_once_with_its_key(tmp_path: Path, two_sources: TokenFolder):
@@ -114,8 +118,8 @@ def test_every_folder_that_is_missing_is_named_once_with_its_key(tmp_path: Path,
         "talk": IngredientConfig(1, path=str(tmp_path / "nowhere")),
     }
     assert problems_of(config_of(two_sources.path, mixture=mixture)) == [
-        ("data.mixture.web.path", "unreadable"),
-        ("data.mixture.talk.path", "unreadable"),
+        ("data.mixture.web.path", "no-file"),
+        ("data.mixture.talk.path", "no-file"),
     ]
 
 
@@ -132,7 +136,7 @@ def test_damage_is_reported_with_a_cure(toy: TokenFolder):
 
 
 def test_missing_paths(tmp_path: Path):
-    assert problems_of(config_of(tmp_path / "none")) == [("data.path", "unreadable")]
+    assert problems_of(config_of(tmp_path / "none")) == [("data.path", "no-file")]
     assert not problems_of(config_of(tmp_path / "none", Source.embedded))
 
 

@@ -40,6 +40,7 @@ def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
             folder.name,
             f"has shards that occupy up to {largest} bytes; data.cache_limit={cache.limit} holds fewer than 4 of them: "
             f"{4 * largest} or more works",
+            code="out-of-range",
         )
 
 
@@ -49,7 +50,7 @@ def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
     try:
         remote = remote_of(url, cache.patience)
     except StorageError as error:
-        raise FolderError(url, str(error)) from error
+        raise FolderError(url, str(error), code="unsupported") from error
 
     def fetch(name: str, size: int, opened: Callable[[Path], Opened], again: bool = False) -> Opened:
         try:

@@ -221,6 +221,16 @@ def test_ops_and_mixers_know_no_process_groups() -> None:
     ] == []
 
 
+def test_only_parallel_groups_reads_megatrons_groups() -> None:
+    """Other files get process groups as values."""
+    readers = [
+        source.name
+        for source in SOURCES
+        if any("parallel_state" in name for name in [*source.chains, *source.imports, *source.strings])
+    ]
+    assert readers == ["parallel/groups.py"]
+
+
 def foreign_packages(source: SourceFile) -> set[str]:
     """Optional packages that a file names though another one owns them."""
     named = {module.split(".")[0] for module in source.imports}

@@ -36,6 +36,10 @@ class Cut:
     readers: int | None = None
 
 
+DENSE = "dense"
+"""Family of the weights that each tensor-parallel rank uses for every token of its rows."""
+
+
 @dataclass(frozen=True)
 class Sharded(ABC):
     """A tensor that may be sharded: at most one cut for each dimension of the layout, each along its own axis.
@@ -104,10 +108,11 @@ Owner = LayerOwner | LetterOwner | ModelOwner
 class Parameter(Sharded):
     """One weight: its shape, its initialisation, and its treatment by optimizer, precision, layout and checkpoint.
 
-    `parts` names the parts fused along axis 0, as (name, rows); a checkpoint stores each under its own name, and a
-    layout cuts each separately. `fp8` marks large projections, which multiply in FP8 where a run does. `grown`
-    initialises the weight if loaded weights lack it: by a rule, or from concatenated rows of stored keys in its
-    sub-layer. None: it may not be missing. `projection` marks the weight of a linear layer, which can have an adapter.
+    `parts` names the parts fused along `parts_axis`, as (name, size); a checkpoint stores each under its own name, and
+    a layout cuts each separately. The ranks of the weight's `family` cut it and hold copies of it. `fp8` marks large
+    projections, which multiply in FP8 where a run does. `grown` initialises the weight if loaded weights lack it: by a
+    rule, or from concatenated rows of stored keys in its sub-layer. None: it may not be missing. `projection` marks the
+    weight of a linear layer, which can have an adapter.
 
     A replicated weight's gradient is summed over tensor-parallel ranks if each rank's is partial: with
     `partial_gradient` because the weight works on that rank's channels, with `sequence_partial` because it reads the
@@ -122,6 +127,8 @@ class Parameter(Sharded):
     decay: bool = True
     fp32: bool = False
     parts: tuple[tuple[str, int], ...] = ()
+    parts_axis: int = 0
+    family: str = DENSE
     partial_gradient: bool = False
     sequence_partial: bool = False
     fp8: bool = False
@@ -131,8 +138,8 @@ class Parameter(Sharded):
     owner: Owner | None = None
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
-        if self.parts and axis == 0:
-            return tuple(rows for _, rows in self.parts)
+        if self.parts and axis == self.parts_axis:
+            return tuple(size for _, size in self.parts)
         return (self.shape[axis],)
 
     @property
@@ -143,7 +150,9 @@ class Parameter(Sharded):
         """Return the keys and shapes under which a checkpoint stores this weight: those of its parts, or its own."""
         if not self.parts:
             return {name: self.shape}
-        return {f"{name}.{part}": (rows, *self.shape[1:]) for part, rows in self.parts}
+        before = self.shape[: self.parts_axis]
+        behind = self.shape[self.parts_axis + 1 :]
+        return {f"{name}.{part}": (*before, size, *behind) for part, size in self.parts}
 
     def share_shape(self, layout: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of a rank's shard in a layout, given as the number of ranks in each dimension."""

@@ -13,7 +13,6 @@ each rectangle from the chunks that overlap it, so any layout can read a checkpo
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,17 +99,19 @@ class Checkpoint:
         """Return a function that reads a full weight by its name in the model, and joins its stored parts."""
 
         def weight(name: str) -> Tensor:
-            return torch.cat([self.whole(key) for key in table[name].stored(name)])
+            parameter = table[name]
+            return torch.cat([self.whole(key) for key in parameter.stored(name)], parameter.parts_axis)
 
         return weight
 
     def load_weights(self, model: LanguageModel) -> None:
         """Fill all weights of a model that is not sharded, in place."""
-        blocks = (
-            weight_blocks(name, [full_rectangle(weight.data)], model.table[name], model.slice.mesh)
-            for name, weight in model.named_parameters()
-        )
-        self.fill(list(itertools.chain.from_iterable(blocks)))
+        blocks = []
+        for name, weight in model.named_parameters():
+            parameter = model.table[name]
+            mesh = model.slice.meshes[parameter.family]
+            blocks += weight_blocks(name, [full_rectangle(weight.data)], parameter, mesh)
+        self.fill(blocks)
 
     def faults(self) -> Iterator[str]:
         """Read every byte, and yield a message for each damaged or non-finite part."""

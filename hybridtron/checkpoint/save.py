@@ -298,12 +298,12 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
 
 def layout_of(config: Config, groups: Groups) -> str:
     """Describe a layout as text, for users, and to recognize whether a checkpoint's random states fit its processes."""
-    stages = f"pipeline {groups.pipeline_size} x {config.parallel.virtual_pipeline}"
+    stages = f"pipeline {groups.pipeline.size} x {config.parallel.virtual_pipeline}"
     if groups.context.size > 1:
         context = f"context {groups.context.size}, "
     else:
         context = ""
-    return f"tensor {groups.tensor.size}, {stages}, {context}data {groups.data_size}"
+    return f"tensor {groups.tensor.size}, {stages}, {context}data {groups.data.size}"
 
 
 def meta_of(

@@ -48,7 +48,7 @@ def build_every_rank(config: Config) -> Iterator[Built]:
             finally:
                 groups.stop()
         shapes = {name: tuple(w.shape) for stage in stages for name, w in stage.model.named_parameters()}
-        yield Built(rank, place.pipeline_rank, place.tensor.rank, shapes)
+        yield Built(rank, place.pipeline.rank, place.tensor.rank, shapes)
 
 
 def faults(config: Config, ranks: list[Built]) -> list[str]:

@@ -33,7 +33,7 @@ from hybridtron.engine.stored_states import state_blocks
 from hybridtron.model.generate import Reader
 from hybridtron.model.init import initialise
 from hybridtron.parallel.blocks import full_rectangle, weight_blocks, writes
-from hybridtron.parallel.cut import cut, mesh_sizes
+from hybridtron.parallel.cut import cut
 from hybridtron.parallel.fp8 import CachedWeight
 from hybridtron.parallel.fp8_statistics import statistics_blocks, statistics_of
 from hybridtron.parallel.groups import Groups
@@ -56,7 +56,7 @@ class Engine:
         dtype: torch.dtype | None = None,
         phase: int = 0,
     ) -> None:
-        parallel = with_overlap(config.parallel, groups.copies.size)
+        parallel = with_overlap(config.parallel, groups.dense.copies.size)
         self.phases = resolve(replace(config, parallel=parallel))
         self.groups = groups
         self.config = config = self.phases[phase].config
@@ -69,10 +69,11 @@ class Engine:
                 initialise(stage.model, config.run.seed)
             else:
                 for name, weight in stage.model.named_parameters():
-                    weight.data.copy_(cut(whole(name), stage.model.table[name], groups.mesh))
+                    parameter = stage.model.table[name]
+                    weight.data.copy_(cut(whole(name), parameter, groups.meshes[parameter.family]))
             for name, weight in stage.model.named_parameters():
                 weight.requires_grad_(self.phases[phase].learns(name))
-        self.wrapped = data_parallel(self.stages, config, self.dtype)
+        self.wrapped = data_parallel(self.stages, config, groups, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.products.fp8, self.device)
@@ -136,7 +137,7 @@ class Engine:
             lanes = min(len(self._lanes), rows_of_rank)
         else:
             lanes = rows_of_rank
-        first = self.groups.data_rank * lanes
+        first = self.groups.data.rank * lanes
         positions = (divmod(number * rows, lanes) for number in range(len(batches)))
         keys = [step_key(self._seed, step, turn, first + row) for turn, row in positions]
         carried = self.carrier is not None
@@ -216,14 +217,14 @@ class Engine:
         for name, weight in self._current_weights():
             parameter = self.optimizer.table[name]
             marked = cast(Any, weight)
-            cuts = parameter.active_cuts(mesh_sizes(groups.mesh))
-            main = not marked.shared and writes(name, groups, cuts, copied_over_data=True)
-            weights += weight_blocks(name, [full_rectangle(weight.data)], parameter, groups.mesh, main)
+            mesh = groups.meshes[parameter.family]
+            main = not marked.shared and writes(name, mesh, parameter.active_cuts(mesh.sizes))
+            weights += weight_blocks(name, [full_rectangle(weight.data)], parameter, mesh, main)
         if self.carrier is None:
             states = []
         else:
             states = state_blocks(self.carrier, groups)
-        everywhere = partial(writes, groups=groups, cuts=(), copied_over_data=True)
+        everywhere = partial(writes, mesh=groups.dense, cuts=())
         fp8 = statistics_blocks(self.statistics, everywhere)
         return {"model": weights, "optimizer": self.optimizer.blocks(), "fp8": fp8, "states": states}
 

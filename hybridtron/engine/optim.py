@@ -7,16 +7,16 @@ decides by shape and would decay A_log.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import DistributedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -31,9 +31,9 @@ from hybridtron.device import compute_device
 from hybridtron.engine.update_rules import RuleOptimizer
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, weight_blocks, writes
-from hybridtron.parallel.cut import mesh_sizes
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.mcore import gradients_for_norm, optimizer_config
+from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.whole import gathered
 
 
@@ -56,24 +56,35 @@ class Optimizer:
         undecayed: Any = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
         settings = optimizer_config(config.optim, config.parallel, dtype)
         self.megatron = cast(Any, get_megatron_optimizer(settings, list(stages), config_overrides=undecayed))
-        (self.only,) = self.megatron.chained_optimizers
-        self.shards = shards_of(stages, self.only)
+        self.shards = shards_of(stages, self.megatron.chained_optimizers, self.table, groups.meshes)
         self.rule = OPTIMIZERS[config.optim.name]()
-        inner = self.only.optimizer
-        narrow = config.precision.moments == KeptFormat.bf16
-        if inner is not None and (narrow or not self.rule.in_megatron):
-            settings = (config.optim.betas[0], config.optim.betas[1]), config.optim.eps
-            if narrow:
-                state_dtype = torch.bfloat16
-            else:
-                state_dtype = self.state_dtype
-            inner = RuleOptimizer(
-                inner.param_groups, self.rule, self.shards, self.table, groups.mesh, settings, state_dtype
-            )
-            self.only.optimizer = inner
-        elif inner is not None:  # None if all weights of this stage are frozen
-            make_moments(inner, self.shards.values())
+        # Megatron has an optimizer for the dense weights, and a second one if there is another family
+        for dense, optimizer in zip((True, False), self.megatron.chained_optimizers, strict=False):
+            shards = {name: shard for name, shard in self.shards.items() if shard.weight.allreduce is dense}
+            self._make_state(optimizer, config, shards)
         self.accepted_steps = 0
+
+    def _make_state(self, optimizer: Any, config: Config, shards: Mapping[str, Shard]) -> None:
+        """Allocate the moments of these weights, and replace Megatron's AdamW if another rule moves them."""
+        if optimizer.optimizer is None:  # all weights of this stage are frozen
+            return
+        narrow = config.precision.moments == KeptFormat.bf16
+        if self.rule.in_megatron and not narrow:
+            make_moments(optimizer.optimizer, shards.values())
+            return
+        if narrow:
+            state_dtype = torch.bfloat16
+        else:
+            state_dtype = self.state_dtype
+        optimizer.optimizer = RuleOptimizer(
+            optimizer.optimizer.param_groups,
+            self.rule,
+            shards,
+            table=self.table,
+            meshes=self.groups.meshes,
+            settings=((config.optim.betas[0], config.optim.betas[1]), config.optim.eps),
+            kept=state_dtype,
+        )
 
     def step(self, lr: float) -> tuple[float, bool]:
         """Clip and update; return the gradient norm before clipping and True if the step was taken."""
@@ -88,15 +99,7 @@ class Optimizer:
     def squared_norm(self) -> Tensor:
         """Return the squared gradient norm on the device. Megatron's own function would synchronize once per weight."""
         self.megatron.prepare_grads()
-        (optimizer,) = self.megatron.chained_optimizers
-        gradients = gradients_for_norm(optimizer)
-        if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients)).to(torch.get_default_dtype())
-            squares = torch.linalg.vector_norm(norms).float() ** 2.0
-        else:
-            squares = torch.zeros((), device=compute_device())
-        dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
-        return squares
+        return functools.reduce(torch.add, map(_squared_norm, self.megatron.chained_optimizers))
 
     def take(self, lr: float, grad_norm: float, wanted: bool = True, weight_decay: float | None = None) -> bool:
         """Clip gradients and apply the update if `wanted`; return False if the step was refused.
@@ -117,8 +120,10 @@ class Optimizer:
                 else:
                     group["weight_decay"] = decay * group["wd_mult"]
             # Megatron clips only fp32 gradients; skipping it when unneeded lets an audit run in float64.
-            if grad_norm > self.settings.clip and (weights := self.only.get_parameters()):
-                clip_grad_by_total_norm_fp32(weights, self.settings.clip, grad_norm)
+            if grad_norm > self.settings.clip:
+                for optimizer in self.megatron.chained_optimizers:
+                    if weights := optimizer.get_parameters():
+                        clip_grad_by_total_norm_fp32(weights, self.settings.clip, grad_norm)
             self.megatron.step_with_ready_grads()
             self.accepted_steps += 1
         self.zero_grad()
@@ -128,10 +133,11 @@ class Optimizer:
         """Return weight and gradient norms over all ranks, by layer, shared weights, embedding, final norm and head."""
         squares = {_part_of_model(weight): torch.zeros(2, dtype=torch.float64) for weight in self.table.values()}
         for name, shard in self.shards.items():
-            weight: Any = shard.weight
-            second_copy = getattr(weight, "shared", False)
-            if not second_copy and (weight.tensor_model_parallel or self.groups.tensor.rank == 0):
-                squares[_part_of_model(self.table[name])] += shard.squares()
+            parameter = self.table[name]
+            mesh = self.groups.meshes[parameter.family]
+            second_copy = getattr(shard.weight, "shared", False)
+            if not second_copy and all(ranks.rank == 0 for ranks in mesh.uncut(parameter.active_cuts(mesh.sizes))):
+                squares[_part_of_model(parameter)] += shard.squares()
         totals = torch.stack(list(squares.values()))
         dist.all_reduce(totals)
         roots = totals.sqrt().tolist()
@@ -165,20 +171,21 @@ class Optimizer:
             if declared is None or entries is None or (kind == "master" and self._own_master(parameter)):
                 continue
             follows = declared.shape == parameter.shape  # then it is sharded over data-parallel ranks like the weight
-            cuts = declared.active_cuts(mesh_sizes(self.groups.mesh))
-            main = writes(name, self.groups, cuts, copied_over_data=shard.everywhere or not follows)
+            mesh = self.groups.meshes[parameter.family]
+            main = writes(name, mesh, declared.active_cuts(mesh.sizes), copied=shard.everywhere or not follows)
             main = main and not getattr(shard.weight, "shared", False)
             if follows:
                 flat = flat_rectangles(entries.detach().view(-1), shard.start, shard.weight.shape)
             else:
                 flat = [full_rectangle(entries)]
-            blocks += weight_blocks(f"{kind}.{name}", list(flat), declared, self.groups.mesh, main)
+            blocks += weight_blocks(f"{kind}.{name}", list(flat), declared, mesh, main)
         return blocks
 
     def resume(self, steps: int) -> None:
         """Set the step count, after masters and moments were restored."""
         self.accepted_steps = steps
-        set_steps(self.only.optimizer, steps)
+        for optimizer in self.megatron.chained_optimizers:
+            set_steps(optimizer.optimizer, steps)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight's full gradient, summed over all ranks; call it before a step is taken."""
@@ -188,6 +195,18 @@ class Optimizer:
     def _own_master(self, parameter: Parameter) -> bool:
         """Check if a weight is its own master, since it is not bf16."""
         return parameter.fp32 or self.dtype != torch.bfloat16
+
+
+def _squared_norm(optimizer: Any) -> Tensor:
+    """Return the squared norm of the gradients of one of Megatron's optimizers, over all ranks."""
+    gradients = gradients_for_norm(optimizer)
+    if gradients:
+        norms = torch.stack(torch._foreach_norm(gradients)).to(torch.get_default_dtype())
+        squares = torch.linalg.vector_norm(norms).float() ** 2.0
+    else:
+        squares = torch.zeros((), device=compute_device())
+    dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
+    return squares
 
 
 def set_steps(inner: torch.optim.Optimizer | None, steps: int) -> None:
@@ -225,14 +244,15 @@ def make_moments(inner: torch.optim.Optimizer, shards: Iterable[Shard]) -> None:
 class Shard:
     """Entries `start` to `stop` of a flattened weight, for which this rank's optimizer keeps state.
 
-    `master` is None if other data-parallel ranks hold these entries or the weight is frozen. `everywhere` is True if
-    all data-parallel ranks hold the same entries. `parts` is the optimizer's state for these entries.
+    `master` is None if other data-parallel ranks hold these entries or the weight is frozen. `copies` are the ranks
+    that hold the same weight; with `everywhere` they keep the same entries. `parts` is the optimizer's state.
     """
 
     weight: Any  # an nn.Parameter with the attributes that Megatron sets
     master: Tensor | None
     start: int
     stop: int
+    copies: RankGroup
     everywhere: bool = False
     parts: dict[str, Tensor] = field(default_factory=dict)
 
@@ -254,7 +274,7 @@ class Shard:
         share = torch.zeros(shape.numel(), dtype=dtype, device=self.weight.device)
         if entries is not None:
             share[self.start : self.stop] = entries
-        dist.all_reduce(share, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(share, group=self.copies.group)
         return share.view(shape)
 
     def squares(self) -> Tensor:
@@ -262,26 +282,37 @@ class Shard:
 
         Both are zero on ranks with a second copy.
         """
-        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        if self.master is None or (self.everywhere and copy > 0):
+        if self.master is None or (self.everywhere and self.copies.rank > 0):
             return torch.zeros(2, dtype=torch.float64)
         tensors = (self.master, self.tensor("gradient"))
         return torch.stack([t.detach().double().square().sum().cpu() for t in tensors if t is not None])
 
 
-def shards_of(stages: Sequence[DistributedDataParallel], optimizer: Any) -> dict[str, Shard]:
-    """Return the optimizer's shard of every weight in these stages, by the weight's name in the model."""
-    models: list[Any] = [stage.module for stage in stages]
-    weights = {name: weight for module in models for name, weight in module.model.named_parameters()}
-    if not isinstance(optimizer, DistributedOptimizer):
-        return {
-            name: Shard(w, getattr(w, "main_param", w), 0, w.numel(), everywhere=True)
-            if w.requires_grad
-            else Shard(w, None, 0, 0)
-            for name, w in weights.items()
-        }
-    masters = _masters(optimizer)
-    return {name: _shard(weight, masters.get(weight), optimizer) for name, weight in weights.items()}
+def shards_of(
+    stages: Sequence[DistributedDataParallel],
+    optimizers: Sequence[Any],
+    table: Mapping[str, Parameter],
+    meshes: Mapping[str, Mesh],
+) -> dict[str, Shard]:
+    """Return the shard of every weight in these stages that Megatron's optimizers keep, by the weight's name."""
+    models: list[Any] = [stage.module.model for stage in stages]
+    weights = {name: weight for model in models for name, weight in model.named_parameters()}
+    distributed = all(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers)
+    held: dict[nn.Parameter, HeldEntries] = {}
+    for optimizer in optimizers if distributed else ():
+        held |= _held(optimizer)
+    shards = {}
+    for name, weight in weights.items():
+        copies = meshes[table[name].family].copies
+        if weight in held:
+            entries = held[weight]
+            shards[name] = Shard(weight, entries.master, entries.start, entries.stop, copies)
+        elif distributed or not weight.requires_grad:
+            shards[name] = Shard(weight, None, 0, 0, copies)
+        else:
+            master = getattr(weight, "main_param", weight)
+            shards[name] = Shard(weight, master, 0, weight.numel(), copies, everywhere=True)
+    return shards
 
 
 def _whole_gradient(shard: Shard) -> Tensor:
@@ -289,26 +320,28 @@ def _whole_gradient(shard: Shard) -> Tensor:
     return shard.over_data(shard.tensor("gradient")).cpu()
 
 
-def _shard(weight: nn.Parameter, master: Tensor | None, optimizer: DistributedOptimizer) -> Shard:
-    """Return a weight's shard in the distributed optimizer."""
-    if master is None:
-        return Shard(weight, None, 0, 0)
-    entries = optimizer._get_model_param_range_map(weight)["param"]
-    return Shard(weight, master, entries.start, entries.end)
+@dataclass(frozen=True)
+class HeldEntries:
+    """Flattened fp32 entries of a weight, from `start` to `stop`, that the distributed optimizer keeps here."""
+
+    master: Tensor
+    start: int
+    stop: int
 
 
-def _masters(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
-    """Return each weight's fp32 master shard. (Megatron's own index is wrong if a group mixes bf16 and fp32.)"""
+def _held(optimizer: DistributedOptimizer) -> dict[nn.Parameter, HeldEntries]:
+    """Return the entries of each weight on this rank. Megatron's own index is wrong if a group mixes bf16 and fp32."""
     pairs = (
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
     )
-    return {
-        weight: master
-        for weight_groups, master_groups in pairs
-        for weights, masters in zip(weight_groups, master_groups, strict=True)
-        for weight, master in zip(weights, masters, strict=True)
-    }
+    held = {}
+    for weight_groups, master_groups in pairs:
+        for weights, masters in zip(weight_groups, master_groups, strict=True):
+            for weight, master in zip(weights, masters, strict=True):
+                entries = optimizer._get_model_param_range_map(weight)["param"]
+                held[weight] = HeldEntries(master, entries.start, entries.end)
+    return held
 
 
 def _part_of_model(weight: Parameter) -> str:

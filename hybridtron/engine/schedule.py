@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
@@ -85,10 +84,10 @@ def run_schedule(
     totals = torch.zeros(1 if parted is None else parted.count, 2, dtype=torch.float64, device=device)
     for number, report in enumerate(reports):
         totals[0 if parted is None else parted.of_batch[number]] += report
-    dist.all_reduce(totals, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(totals, group=groups.pipeline.group)
+    dist.all_reduce(totals, group=groups.dense.copies.group)
     totals = totals[0] if parted is None else totals
-    return StepLoss(totals[..., 0], totals[..., 1], _of_all_ranks(sums))
+    return StepLoss(totals[..., 0], totals[..., 1], _of_all_ranks(sums, groups))
 
 
 def _length_sent(stages: Sequence[nn.Module], batch: Batch) -> int:
@@ -102,15 +101,14 @@ def _length_sent(stages: Sequence[nn.Module], batch: Batch) -> int:
     return length * (1 if share is None else share.size) * (2 if first.model.carries_embedding else 1)
 
 
-def _of_all_ranks(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of_all_ranks(sums: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
     """Reduce auxiliary losses: sum over stages and data-parallel ranks, mean over tensor-parallel ranks."""
     if not sums:
         return {}
     together = torch.stack(list(sums.values()))
-    dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(together, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    dist.all_reduce(together, group=parallel_state.get_tensor_model_parallel_group())
-    together /= parallel_state.get_tensor_model_parallel_world_size()
+    for ranks in (groups.pipeline, groups.dense.copies, groups.tensor):
+        dist.all_reduce(together, group=ranks.group)
+    together /= groups.tensor.size
     return dict(zip(sums, together, strict=True))
 
 

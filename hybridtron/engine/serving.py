@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from hybridtron.architecture.model import ModelConfig
@@ -35,17 +35,18 @@ def slices(model: ModelConfig, parallel: ParallelConfig, groups: Groups, dtype: 
     """Build the stages that this rank computes, with uninitialised weights."""
     layers = stage_layers(model, parallel, SEQ_LEN)
     places = [
-        ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, groups.tensor)
-        for chunk in chunks_on(parallel, groups.pipeline_rank)
+        ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, groups.tensor, groups.meshes)
+        for chunk in chunks_on(parallel, groups.pipeline.rank)
     ]
     return [LanguageModel(model, place).to(compute_device()).cast(dtype).eval() for place in places]
 
 
 def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Groups, dtype: torch.dtype) -> Reader:
     """Return a reader over the model's pipeline ranks, which must call it together."""
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    pipeline = groups.pipeline.group
+    assert pipeline is not None
     ranks = dist.get_process_group_ranks(pipeline)
-    before, after = (ranks[(groups.pipeline_rank + step) % len(ranks)] for step in (-1, 1))
+    before, after = (ranks[(groups.pipeline.rank + step) % len(ranks)] for step in (-1, 1))
     sent = stream_dtype(dtype, model.residual_fp32)
     device = compute_device()
 
@@ -68,7 +69,8 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
         dist.broadcast(result, ranks[-1], group=pipeline)
         return result, new
 
-    return among_shares(Reader(forward, parts, model.vocab_size, dtype, device, of_all), model, groups.context)
+    gather_layers = partial(of_all, groups=groups)
+    return among_shares(Reader(forward, parts, model.vocab_size, dtype, device, gather_layers), model, groups.context)
 
 
 def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: Groups, dtype: torch.dtype) -> Reader:
@@ -85,19 +87,16 @@ def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: 
             layer, _, leaf = name.rpartition(".")
             setattr(part.get_submodule(layer), leaf, nn.Parameter(weight.detach(), requires_grad=False))
         parts.append(part.eval())
-    whole = groups.tensor.size == groups.pipeline_size == 1
+    whole = groups.tensor.size == groups.pipeline.size == 1
     if whole:
         return among_shares(reader(parts[0]), model, groups.context)
     return staged_reader(parts, model, groups, dtype)
 
 
-def of_all(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
+def of_all(of_layers: dict[int, Tensor], groups: Groups) -> dict[int, Tensor]:
     """Gather per-layer results over tensor and pipeline ranks: heads or channels in order, and layers in order."""
-    tensor = parallel_state.get_tensor_model_parallel_group()
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    shares = all_gather_tensors({str(layer): values for layer, values in of_layers.items()}, tensor)
+    shares = all_gather_tensors({str(layer): values for layer, values in of_layers.items()}, groups.tensor.group)
     stage_results = {str(layer): torch.cat([share[str(layer)] for share in shares]) for layer in of_layers}
-    stages = {
-        int(layer): values for stage in all_gather_tensors(stage_results, pipeline) for layer, values in stage.items()
-    }
+    of_stages = all_gather_tensors(stage_results, groups.pipeline.group)
+    stages = {int(layer): values for stage in of_stages for layer, values in stage.items()}
     return {layer: stages[layer] for layer in sorted(stages)}

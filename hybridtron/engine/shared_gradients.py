@@ -13,17 +13,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from hybridtron.parallel.mesh import RankGroup
 
 
 @dataclass
 class SharedGradients:
-    """Shared weights by name, with the shapes of their tensor-parallel shards and their gradients' dtypes."""
+    """Shared weights by name, with the shapes of their tensor-parallel shards and their gradients' dtypes.
+
+    `pipeline` are the ranks that sum them.
+    """
 
     shapes: Mapping[str, Sequence[int]]
     dtypes: Mapping[str, torch.dtype]
+    pipeline: RankGroup
     learning: list[str] | None = field(default=None, init=False)  # the trained ones' names, after the first step
 
     def sum_over_stages(self, weights: Mapping[str, Any], device: torch.device) -> None:
@@ -31,7 +36,7 @@ class SharedGradients:
 
         All ranks of a pipeline must call this together. Ranks without a weight contribute zeros.
         """
-        group = parallel_state.get_pipeline_model_parallel_group()
+        group = self.pipeline.group
         if self.learning is None:
             flags = [name in weights and weights[name].requires_grad for name in self.shapes]
             learns = torch.tensor(flags, dtype=torch.int32, device=device)

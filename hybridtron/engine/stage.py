@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from hybridtron.architecture.base import LetterOwner, Parameter
+from hybridtron.architecture.base import DENSE, LetterOwner, Parameter
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import FP8_MULTIPLES, KeptFormat
 from hybridtron.config.layout import chunks_on, fp8_layers, shared_homes, stages_of
@@ -34,6 +34,7 @@ from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup, accumulate_in_products
 from hybridtron.parallel.mcore import data_parallel_config, schedule_config
+from hybridtron.parallel.mesh import RankGroup
 from hybridtron.problems import ConfigError, Problem
 
 
@@ -89,6 +90,8 @@ def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
     """Set the attributes that Megatron reads from weights: sharded, a second copy, exempt from weight decay.
 
     `copied` has the letters whose shared weights several stages hold; the value is True if an earlier stage holds them.
+    Megatron sums gradients without `allreduce` over the ranks that hold the same experts, the only family that it knows
+    besides the dense one. It takes the other tensor-parallel ranks for copies unless a weight is marked as sharded.
     """
     tensor = model.slice.tensor
     for name, weight in model.named_parameters():
@@ -96,8 +99,10 @@ def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
         is_tied = model.tied and name == "embedding.weight"
         letter = parameter.owner.letter if isinstance(parameter.owner, LetterOwner) else None
         cut = parameter.cut_over("tensor", tensor.size)
+        dense = parameter.family == DENSE
         marks: dict[str, Any] = {
-            "tensor_model_parallel": cut is not None,
+            "allreduce": dense,
+            "tensor_model_parallel": cut is not None or not dense,
             "partition_dim": -1 if cut is None else cut.axis,
             "partition_stride": 1,
             "undecayed": not parameter.decay,
@@ -121,20 +126,22 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
     virtual = config.parallel.virtual_pipeline
     sent = stream_dtype(dtype, config.model.residual_fp32)
     megatron = schedule_config(config.model.width, dtype, sent, config.parallel)
-    products = {"fp8": fp8_of(config), "accumulate": config.parallel.gradient_accumulation_fusion}
+    products = {"fp8": fp8_of(config, groups), "accumulate": config.parallel.gradient_accumulation_fusion}
     tensor = replace(groups.tensor, products=replace(groups.tensor.products, **products))
     homes = shared_homes(config.model, layers)
     stages = []
-    for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline_rank)):
-        place = ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, tensor)
+    for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline.rank)):
+        place = ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, tensor, groups.meshes)
         with device:
             model = LanguageModel(config.model, place, config.parallel.recompute, config.parallel.offload)
         stages.append(Stage(model.cast(dtype), megatron, stage if virtual > 1 else None, chunk, homes))
-    stages[0].shared = shared_gradients(config, homes, dtype)
+    stages[0].shared = shared_gradients(config, homes, dtype, pipeline=groups.pipeline)
     return stages
 
 
-def shared_gradients(config: Config, letters: Collection[str], dtype: torch.dtype) -> SharedGradients | None:
+def shared_gradients(
+    config: Config, letters: Collection[str], dtype: torch.dtype, pipeline: RankGroup
+) -> SharedGradients | None:
     """Build the cross-stage reducer for weights that sub-layers of these letters share; None if there are none."""
     table = parameter_table(config.model)
     shared = {
@@ -148,13 +155,14 @@ def shared_gradients(config: Config, letters: Collection[str], dtype: torch.dtyp
     else:
         summed = torch.promote_types(dtype, torch.float32)
     wide = torch.promote_types(dtype, torch.float32)
+    if not shared:
+        return None
     shapes = {name: weight.share_shape(config.parallel.mesh_sizes) for name, weight in shared.items()}
-    if shared:
-        return SharedGradients(shapes, {name: wide if shared[name].fp32 else summed for name in shared})
-    return None
+    dtypes = {name: wide if weight.fp32 else summed for name, weight in shared.items()}
+    return SharedGradients(shapes, dtypes, pipeline)
 
 
-def fp8_of(config: Config) -> Fp8 | None:
+def fp8_of(config: Config, groups: Groups) -> Fp8 | None:
     """Return the FP8 settings for the run's large projections; None if they do not use FP8."""
     precision = config.precision
     if precision.name not in FP8_MULTIPLES:
@@ -162,13 +170,15 @@ def fp8_of(config: Config) -> Fp8 | None:
     # Tensor- and data-parallel ranks see parts of the same weights and of the same step, so they share amax values. The
     # group is passed even if it has one rank: without a group, Transformer Engine would reduce over all processes, also
     # those of other pipeline stages.
-    shared: Any = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    shared = groups.stage.group
     history = precision.history
     layers = fp8_layers(config)
     return Fp8(precision.name, layers, history, precision.emulate, precision.cache_weights, shared)
 
 
-def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -> list[DistributedDataParallel]:
+def data_parallel(
+    stages: Sequence[Stage], config: Config, groups: Groups, dtype: torch.dtype
+) -> list[DistributedDataParallel]:
     """Wrap initialised stages so that gradients are summed over data-parallel ranks."""
     parallel = config.parallel
     if parallel.overlap_param_gather and parallel.virtual_pipeline > 1 and compute_device().type == "cpu":
@@ -182,7 +192,7 @@ def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -
     if parallel.gradient_accumulation_fusion:
         for stage in stages:
             accumulate_in_products(stage)
-    stages[0].config.finalize_model_grads_func = finalize_gradients
+    stages[0].config.finalize_model_grads_func = partial(finalize_gradients, groups)
     if parallel.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in wrapped]
         if len(wrapped) > 1:
@@ -193,6 +203,7 @@ def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -
 
 
 def finalize_gradients(
+    groups: Groups,
     stages: list[Any],
     tokens: Tensor | None = None,
     pg_collection: Any = None,
@@ -209,24 +220,25 @@ def finalize_gradients(
         weights = {name: weight for stage in stages for name, weight in stage.module.model.named_parameters()}
         shared.sum_over_stages(weights, compute_device())
     if tokens is not None:
-        _divide(stages, tokens)
+        _divide(stages, tokens, groups)
     trained = (w for stage in stages for w in stage.parameters() if w.requires_grad)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for weight in trained:
         if weight.partial_over_tensor:
             by_dtype.setdefault(weight.main_grad.dtype, []).append(weight.main_grad)
-    for partial in by_dtype.values():
-        flat = _flatten_dense_tensors(partial)
-        dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
-        for gradient, summed in zip(partial, _unflatten_dense_tensors(flat, partial), strict=True):
+    for gradients in by_dtype.values():
+        flat = _flatten_dense_tensors(gradients)
+        dist.all_reduce(flat, group=groups.tensor.group)
+        for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
             gradient.copy_(summed)
 
 
-def _divide(stages: Sequence[Any], tokens: Tensor) -> None:
+def _divide(stages: Sequence[Any], tokens: Tensor, groups: Groups) -> None:
     """Divide by the loss tokens of all ranks, which the last stage counts. Megatron's division would synchronize."""
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    assert groups.pipeline.group is not None
+    *_, last = dist.get_process_group_ranks(groups.pipeline.group)
+    dist.broadcast(tokens, src=last, group=groups.pipeline.group)
+    dist.all_reduce(tokens, group=groups.dense.copies.group)
     share = torch.where(tokens > 0, 1.0 / tokens, 1.0)
     for stage in stages:
         stage.scale_gradients(share)

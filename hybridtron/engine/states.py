@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from hybridtron.architecture.base import StatePart
@@ -207,19 +206,19 @@ class Carrier:
         generator = torch.Generator(self.device).manual_seed(self._key("noise", lane, layer) >> 1)
         shape = [1, *(size for size in part.shape if size is not None)]
         noise = torch.randn(shape, generator=generator, device=self.device)
-        return cut(noise, part, self.groups.mesh, leading=1)
+        return cut(noise, part, self.groups.states, leading=1)
 
     def _measure(self) -> None:
         """Update mean and variance with the final states of all lanes on all ranks."""
         layers = sorted(self._sums)
         sums_3S = torch.cat([self._sums[layer] for layer in layers], 1)
-        dist.all_reduce(sums_3S, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(sums_3S, group=self.groups.data.group)
         sums = dict(zip(layers, sums_3S.split([self._sums[layer].shape[1] for layer in layers], 1), strict=True))
         parts = {layer: next(iter(p.values())) for chunk in self.chunks for layer, p in chunk.items()}
         # for a state without heads, each tensor rank has summed only its own channels
         if whole := [layer for layer in layers if parts[layer].heads == 1]:
             sums_3W = torch.cat([sums[layer] for layer in whole], 1)
-            dist.all_reduce(sums_3W, group=parallel_state.get_tensor_model_parallel_group())
+            dist.all_reduce(sums_3W, group=self.groups.tensor.group)
             sums.update(zip(whole, sums_3W.split(1, 1), strict=True))
         beta = self.settings.beta
         for layer, (count_H, total_H, square_H) in sums.items():

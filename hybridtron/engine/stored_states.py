@@ -17,7 +17,7 @@ import torch
 from hybridtron.architecture.base import StatePart
 from hybridtron.engine.states import Carrier
 from hybridtron.parallel.blocks import block, lane_blocks
-from hybridtron.parallel.cut import held_runs, mesh_sizes
+from hybridtron.parallel.cut import held_runs
 from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError, Problem
 
@@ -37,17 +37,11 @@ def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
     for layer, name, part in _parts(carrier):
         if layer in carrier.held:
             state = carrier.held[layer][name]
-            blocks += lane_blocks(
-                f"held.{layer}.{name}",
-                state,
-                part,
-                carrier.lanes,
-                carrier.all_lanes,
-                {**groups.mesh, "context": groups.context},
-            )
+            key = f"held.{layer}.{name}"
+            blocks += lane_blocks(key, state, part, carrier.lanes, carrier.all_lanes, groups.states)
         if layer in carrier.moments:
             moments = carrier.moments[layer]
-            first = groups.copies.rank == 0
+            first = groups.dense.copies.rank == 0
             tensor = groups.tensor.rank
             if part.heads == 1:
                 offset = (0, 0)
@@ -77,8 +71,8 @@ def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
                 lanes = f"has {carrier.all_lanes} lanes, but the checkpoint holds the states of {shapes[key][0]}"
                 raise ConfigError([_unlike(lanes)])
             shape = [len(carrier.lanes), *shapes[key][1:]]
-            for cut in part.active_cuts(mesh_sizes(groups.mesh)):
-                shape[1 + cut.axis] = sum(map(len, held_runs(part, cut, groups.mesh[cut.over])))
+            for cut in part.active_cuts(groups.states.sizes):
+                shape[1 + cut.axis] = sum(map(len, held_runs(part, cut, groups.states.dimensions[cut.over])))
             state = torch.empty(shape, dtype=stored.dtype(key), device=carrier.device)
             carrier.held.setdefault(layer, {})[name] = state
         elif f"moments.{layer}" in shapes:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.optimizers.base import UpdateRule, UpdateSettings
-from hybridtron.parallel.cut import Mesh, cut, gather, mesh_sizes
+from hybridtron.parallel.cut import cut, gather
+from hybridtron.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from hybridtron.engine.optim import Shard
@@ -43,7 +44,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         rule: UpdateRule,
         shards: Mapping[str, Shard],
         table: Mapping[str, Parameter],
-        mesh: Mesh,
+        meshes: Mapping[str, Mesh],
         settings: tuple[tuple[float, float], float],
         kept: torch.dtype,
     ) -> None:
@@ -51,7 +52,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.param_groups = groups  # set here, as torch's constructor rejects views of Megatron's buffers
         self.rule = rule
         self.table = table
-        self.mesh = mesh
+        self.meshes = meshes
         self.settings = settings
         self.kept = kept
         self.shards = {name: shard for name, shard in shards.items() if shard.weight.requires_grad}
@@ -82,7 +83,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         parts: dict[str, Tensor] = {}
         for part, declared in self.rule.parts(name, weight).items():
             if declared.shape != weight.shape:
-                shape = declared.share_shape(mesh_sizes(self.mesh))
+                shape = declared.share_shape(self.meshes[weight.family].sizes)
                 parts[part] = torch.zeros(shape, dtype=self.kept, device=shard.weight.device)
             elif shard.master is not None:
                 parts[part] = torch.zeros_like(shard.master, dtype=self.kept).view(-1)
@@ -108,6 +109,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _of_whole(self, name: str, shard: Shard) -> Tensor:
         """Compute the direction for a full weight; return this rank's entries, and update its state."""
         weight = self.table[name]
+        mesh = self.meshes[weight.family]
         stored = shard.parts
         wide = _computed_with(shard)
         declared = self.rule.parts(name, weight)
@@ -116,18 +118,18 @@ class RuleOptimizer(torch.optim.Optimizer):
         else:
             gradient = shard.master.grad.view(-1)
         whole = {
-            part: gather(wide[part], spec, self.mesh)
+            part: gather(wide[part], spec, mesh)
             if spec.shape != weight.shape
-            else gather(shard.over_data(wide.get(part)), spec, self.mesh)
+            else gather(shard.over_data(wide.get(part)), spec, mesh)
             for part, spec in declared.items()
         }
-        gathered = gather(shard.over_data(gradient), weight, self.mesh)
+        gathered = gather(shard.over_data(gradient), weight, mesh)
         direction = self.rule.direction(name, weight, gathered, whole, self._now())
         for part, spec in declared.items():
             if part in stored:
-                share = cut(whole[part], spec, self.mesh)
+                share = cut(whole[part], spec, mesh)
                 stored[part].copy_(_entries(share, shard) if spec.shape == weight.shape else share)
-        return _entries(cut(direction, weight, self.mesh), shard)
+        return _entries(cut(direction, weight, mesh), shard)
 
 
 def _computed_with(shard: Shard) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ class InTraining(Hook):
         groups = engine.groups
         config = replace(engine.config, data=self.phase.data)
         tokenizer = read_tokenizer((self.folder / "tokenizer.json").read_bytes())
-        place = (groups.data_rank, groups.data_size, groups.is_first, groups.world_size == 1)
+        place = (groups.data.rank, groups.data.size, groups.is_first, groups.world_size == 1)
         model = Served(self.folder, config, step, tokenizer, self.eos, engine.reader(), *place)
         lines = Lines()
         moved = partial(_beat, beat, step)

@@ -195,8 +195,8 @@ def _among_ranks(
                 tokenizer,
                 end_of(checkpoint),
                 staged_reader(parts, config.model, groups, dtype),
-                groups.data_rank,
-                groups.data_size,
+                groups.data.rank,
+                groups.data.size,
                 groups.is_first,
                 alone=False,
             )

@@ -32,7 +32,7 @@ def initialise(model: LanguageModel, seed: int) -> None:
     for name, weight in model.named_parameters():
         parameter = model.table[name]
         whole = starting_value(parameter.init, parameter.shape, seed, name)
-        weight.data.copy_(cut(whole, parameter, model.slice.mesh))
+        weight.data.copy_(cut(whole, parameter, model.slice.meshes[parameter.family]))
 
 
 def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> Tensor:

@@ -5,7 +5,8 @@ States are passed in and returned together with the tokens' outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,25 +22,24 @@ from hybridtron.model.shared import share_weights
 from hybridtron.model.stack import Stack, States
 from hybridtron.ops.multiplied import multiplied
 from hybridtron.parallel.adapters import attach_adapters
-from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.embedding import embedding
 from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, enter
 from hybridtron.parallel.loss import Head, whole_vocabulary
+from hybridtron.parallel.mesh import Mesh, single_rank
 
 
 @dataclass(frozen=True)
 class ModelSlice:
-    """The part of the model to build: its sub-layers (None: all), its ends, and its tensor-parallel shard."""
+    """The part of the model to build: its sub-layers (None: all), its ends, and its tensor-parallel shard.
+
+    `meshes` has the ranks that cut the weights of each family.
+    """
 
     layers: range | None = None
     first: bool = True
     last: bool = True
     tensor: TensorGroup = SINGLE_RANK
-
-    @property
-    def mesh(self) -> Mesh:
-        """Rank groups that shard the weights, by mesh dimension."""
-        return {"tensor": self.tensor}
+    meshes: Mapping[str, Mesh] = field(default_factory=single_rank)
 
 
 FULL_MODEL = ModelSlice()

@@ -23,8 +23,8 @@ from hybridtron.architecture.adapters import AdaptedPart, AdaptersConfig, adapte
 from hybridtron.architecture.base import Parameter
 from hybridtron.data.batch import SeqInfo
 from hybridtron.ops.dropout import DropoutInputs, channel_numbers, dropout, token_numbers
-from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.magnitude import factors, row_lengths
+from hybridtron.parallel.mesh import RankGroup
 
 
 @dataclass(frozen=True)

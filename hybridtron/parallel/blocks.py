@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
 from hybridtron.architecture.base import Cut, Parameter, StatePart
-from hybridtron.parallel.cut import Mesh, RankGroup, held_runs, mesh_sizes
-from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.cut import held_runs
+from hybridtron.parallel.mesh import Mesh, RankGroup
 
 
 class Rectangle(NamedTuple):
@@ -40,30 +40,31 @@ def weight_blocks(
 
     `main` is True on the one rank that writes these blocks, among all ranks that hold them.
     """
-    for cut in parameter.active_cuts(mesh_sizes(mesh)):
-        runs = held_runs(parameter, cut, mesh[cut.over])
+    for cut in parameter.active_cuts(mesh.sizes):
+        runs = held_runs(parameter, cut, mesh.dimensions[cut.over])
         rectangles = [full for rectangle in rectangles for full in _in_full(rectangle, cut.axis, runs)]
     rectangles = list(rectangles)
+    axis = parameter.parts_axis
     blocks = []
     start = 0
     for key, shape in parameter.stored(name).items():
-        part_rows = range(start, start + shape[0])
-        inside = [of_whole for rectangle in rectangles for of_whole in _within(rectangle, part_rows)]
+        entries = range(start, start + shape[axis])
+        inside = [in_part for rectangle in rectangles for in_part in _within(rectangle, axis, entries)]
         blocks += [block(key, shape, offset, data, main) for offset, data in inside]
-        start += shape[0]
+        start += shape[axis]
     return blocks
 
 
 def lane_blocks(key: str, held: Tensor, part: StatePart, lanes: range, total: int, mesh: Mesh) -> list[ShardedTensor]:
     """Return the blocks for one state part of this rank's lanes, out of `total` lanes."""
     shape = [total, *held.shape[1:]]
-    cuts = part.active_cuts(mesh_sizes(mesh))
-    first = all(ranks.rank == 0 for ranks in _copied(mesh, cuts))
+    cuts = part.active_cuts(mesh.sizes)
+    first = all(ranks.rank == 0 for ranks in mesh.uncut(cuts))
     rectangles = [(Rectangle((lanes.start, *[0] * (held.dim() - 1)), held), first)]
     for cut in cuts:
         axis = 1 + cut.axis  # axis 0 is the lane
         shape[axis] = sum(part.fused_sizes(cut.axis))
-        runs = list(_written_runs(part, cut, mesh[cut.over]))
+        runs = list(_written_runs(part, cut, mesh.dimensions[cut.over]))
         rectangles = [
             (full, main and new)
             for rectangle, main in rectangles
@@ -86,23 +87,18 @@ def _written_runs(part: StatePart, over: Cut, ranks: RankGroup) -> Iterator[tupl
         written.update(run)
 
 
-def writes(name: str, groups: Groups, cuts: Sequence[Cut], copied_over_data: bool) -> bool:
-    """Return True on the one rank that writes this tensor, among the ranks with a copy.
+def writes(name: str, mesh: Mesh, cuts: Sequence[Cut], copied: bool = True) -> bool:
+    """Return True on the one rank that writes this tensor, among all its holders.
 
-    A hash of the name picks the rank, so that names are spread evenly over the copies.
+    A hash of the name picks the rank, so that names are spread evenly over the holders. Without `copied`, the mesh's
+    copies hold different entries of the tensor, and each writes its own.
     """
-    data = [groups.copies] if copied_over_data else []
-    copies = 1
-    own_copy = 0
-    for ranks in [*_copied(groups.mesh, cuts), *data]:
-        own_copy += copies * ranks.rank
-        copies *= ranks.size
-    return zlib.crc32(name.encode()) % copies == own_copy
-
-
-def _copied(mesh: Mesh, cuts: Sequence[Cut]) -> list[RankGroup]:
-    """Return the mesh dimensions along which a tensor with these cuts is replicated."""
-    return [ranks for dimension, ranks in mesh.items() if all(cut.over != dimension for cut in cuts)]
+    holders = 1
+    own_number = 0
+    for ranks in [*mesh.uncut(cuts), *([mesh.copies] if copied else [])]:
+        own_number += holders * ranks.rank
+        holders *= ranks.size
+    return zlib.crc32(name.encode()) % holders == own_number
 
 
 def full_rectangle(tensor: Tensor) -> Rectangle:
@@ -142,10 +138,10 @@ def _in_full(rectangle: Rectangle, axis: int, runs: Sequence[range]) -> Iterator
         at += len(run)
 
 
-def _within(rectangle: Rectangle, rows: range) -> Iterator[Rectangle]:
-    """Yield the part of a rectangle that lies in these rows, with offsets counted from the first of them."""
-    if (overlap := _overlap(rectangle, 0, rows)) is not None:
-        yield _moved(overlap, 0, -rows.start)
+def _within(rectangle: Rectangle, axis: int, entries: range) -> Iterator[Rectangle]:
+    """Yield the part of a rectangle that lies in these entries of an axis, with offsets from the first of them."""
+    if (overlap := _overlap(rectangle, axis, entries)) is not None:
+        yield _moved(overlap, axis, -entries.start)
 
 
 def _overlap(rectangle: Rectangle, axis: int, entries: range) -> Rectangle | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from hybridtron.data.batch import Batch, RowShare, SeqInfo
 from hybridtron.ops.attention import AttentionMemory
 from hybridtron.ops.transition import StateTransition
-from hybridtron.parallel.cut import RankGroup
+from hybridtron.parallel.mesh import RankGroup
 from hybridtron.parallel.plain_values import all_gather_tensors, broadcast_value
 
 

@@ -6,57 +6,20 @@ separately. A tensor with several cuts is cut along one axis after the other, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridtron.architecture.base import Cut, Parameter, Sharded
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """Ranks along one dimension of the mesh, and this rank's index among them."""
-
-    size: int = 1
-    rank: int = 0
-    group: dist.ProcessGroup | None = None
-
-    def share(self, total: int) -> int:
-        """Return how many of `total` channels or heads this rank holds; the number of ranks must divide it."""
-        assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses it"
-        return total // self.size
-
-    def groups_used(self, heads: int, groups: int) -> slice | list[int]:
-        """Return the indices of the replicated head groups that this rank's heads use.
-
-        If each group serves equally many of the rank's heads, this is a slice with one entry per group, so that
-        indexing makes no copy. Otherwise it is a list with one entry per head.
-        """
-        own_heads = self.share(heads)
-        used = [head * groups // heads for head in range(self.rank * own_heads, (self.rank + 1) * own_heads)]
-        distinct = range(used[0], used[-1] + 1)
-        evenly = all(used.count(group) * len(distinct) == own_heads for group in distinct)
-        if evenly:
-            return slice(distinct.start, distinct.stop)
-        return used
-
-
-Mesh = Mapping[str, RankGroup]
-"""Dimensions of the layout over which tensors are cut, by the names that a `Cut` uses."""
-
-
-def mesh_sizes(mesh: Mesh) -> dict[str, int]:
-    """Return the number of ranks in each dimension."""
-    return {dimension: ranks.size for dimension, ranks in mesh.items()}
+from hybridtron.parallel.mesh import Mesh, RankGroup
 
 
 def cut(whole: Tensor, sharded: Sharded, mesh: Mesh, leading: int = 0) -> Tensor:
     """Return this rank's shard of a full tensor. The cuts count axes from `leading` on."""
-    for axis_cut in sharded.active_cuts(mesh_sizes(mesh)):
-        runs = held_runs(sharded, axis_cut, mesh[axis_cut.over])
+    for axis_cut in sharded.active_cuts(mesh.sizes):
+        runs = held_runs(sharded, axis_cut, mesh.dimensions[axis_cut.over])
         whole = torch.cat(
             [whole.narrow(leading + axis_cut.axis, run.start, len(run)) for run in runs], leading + axis_cut.axis
         )
@@ -65,8 +28,8 @@ def cut(whole: Tensor, sharded: Sharded, mesh: Mesh, leading: int = 0) -> Tensor
 
 def gather(share: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
     """Return the full weight on every rank, from all ranks' shards. All ranks must call this together."""
-    for axis_cut in reversed(parameter.active_cuts(mesh_sizes(mesh))):
-        ranks = mesh[axis_cut.over]
+    for axis_cut in reversed(parameter.active_cuts(mesh.sizes)):
+        ranks = mesh.dimensions[axis_cut.over]
         own_shard = share.contiguous()
         shares = [torch.empty_like(own_shard) for _ in range(ranks.size)]
         dist.all_gather(shares, own_shard, group=ranks.group)

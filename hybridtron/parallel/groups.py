@@ -1,7 +1,6 @@
 """Process groups of a layout: tensor, pipeline, data and context parallel.
 
-Megatron-core keeps the groups in module globals. Only this file creates them; it passes the ranks and groups that
-other files need as values.
+Megatron-core keeps the groups in module globals. Only this file forms and reads them; other files get them as values.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,37 +20,33 @@ from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hybridtron.architecture.base import DENSE
 from hybridtron.config.layout import ProcessLaunch, launched
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.row_parts import RowPart
 from hybridtron.device import compute_device, megatron_context
-from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup
-from hybridtron.parallel.cut import Mesh, RankGroup
+from hybridtron.parallel.context import ContextGroup
 from hybridtron.parallel.linear import Products, TensorGroup
+from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.problems import ConfigError, Problem
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This process's place in the layout: its rank and group in each dimension."""
+    """This process's place in the layout: the ranks along each dimension, and its index among them.
+
+    `stage` are all ranks of this pipeline stage. `meshes` has the ranks that cut and copy the weights of each family.
+    """
 
     tensor: TensorGroup
-    pipeline_rank: int
-    pipeline_size: int
-    data_rank: int
-    data_size: int
+    pipeline: RankGroup
+    data: RankGroup
+    context: ContextGroup
+    stage: RankGroup
+    meshes: Mapping[str, Mesh]
     rank: int
     world_size: int
-    context: ContextGroup = WHOLE_ROWS
-
-    @property
-    def copies(self) -> RankGroup:
-        """Ranks that hold the same shard of the weights (data times context parallel), and this rank's index among
-        them.
-        """
-        context = self.context
-        return RankGroup(self.data_size * context.size, self.data_rank * context.size + context.rank)
 
     @property
     def part(self) -> RowPart:
@@ -58,9 +54,14 @@ class Groups:
         return RowPart(self.context.rank, self.context.size)
 
     @property
-    def mesh(self) -> Mesh:
-        """Dimensions over which weights and states are cut."""
-        return {"tensor": self.tensor}
+    def dense(self) -> Mesh:
+        """Mesh of the dense weights, whose copies are the data-parallel ranks, each with its context-parallel ones."""
+        return self.meshes[DENSE]
+
+    @property
+    def states(self) -> Mesh:
+        """Mesh of the carried states. They have no copies: data-parallel ranks have different lanes."""
+        return Mesh({**self.dense.dimensions, "context": self.context})
 
     @property
     def is_first(self) -> bool:
@@ -92,21 +93,52 @@ def start(
             create_gloo_process_groups=not fake,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
         )
-    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()  # type: ignore[assignment]
-    sequence = parallel.sequence and parallel.tensor > 1
-    products = Products(parallel.transformer_engine)
-    tensor = TensorGroup(parallel.tensor, group.rank(), group, sequence, products, parallel.regather)
-    across: Any = parallel_state.get_context_parallel_group()
+    return _place(parallel, launch)
+
+
+def _place(parallel: ParallelConfig, launch: ProcessLaunch) -> Groups:
+    """Return this process's place in the groups that Megatron has formed."""
+    tensor_ranks = _ranks(parallel_state.get_tensor_model_parallel_group())
+    context_ranks = _ranks(parallel_state.get_context_parallel_group())
+    tensor = TensorGroup(
+        tensor_ranks.size,
+        tensor_ranks.rank,
+        tensor_ranks.group,
+        sequence=parallel.sequence and parallel.tensor > 1,
+        products=Products(parallel.transformer_engine),
+        regather=parallel.regather,
+    )
+    copies = _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
     return Groups(
         tensor=tensor,
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_size=parallel.pipeline,
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
+        pipeline=_ranks(parallel_state.get_pipeline_model_parallel_group()),
+        data=_ranks(parallel_state.get_data_parallel_group()),
+        context=ContextGroup(context_ranks.size, context_ranks.rank, context_ranks.group),
+        stage=_ranks(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
+        meshes={DENSE: Mesh({"tensor": tensor}, copies)},
         rank=launch.rank,
         world_size=launch.world_size,
-        context=ContextGroup(parallel.context, across.rank(), across),
     )
+
+
+def _ranks(group: Any) -> RankGroup:
+    """Return the ranks of a process group, and this rank's index among them."""
+    return RankGroup(group.size(), group.rank(), group)
+
+
+@contextmanager
+def without_gloo_groups() -> Iterator[None]:
+    """Have Megatron use its data-parallel group in place of those over gloo, which a fake start does not form."""
+    core: Any = parallel_state
+    names = ("get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo")
+    formed = [getattr(core, name) for name in names]
+    for name in names:
+        setattr(core, name, lambda *_, **__: parallel_state.get_data_parallel_group())
+    try:
+        yield
+    finally:
+        for name, getter in zip(names, formed, strict=True):
+            setattr(core, name, getter)
 
 
 def _join(launch: ProcessLaunch, init_method: str, fake: bool, timeout: timedelta) -> None:

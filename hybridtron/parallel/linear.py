@@ -33,10 +33,10 @@ from hybridtron.ops.product import LinearInputs, linear
 from hybridtron.ops.product.branch import branch
 from hybridtron.parallel.accumulate import MARK, AccumulatedLinear, accumulates
 from hybridtron.parallel.adapters import adapter_of
-from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.entered import EnteredProducts, Entry
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear
 from hybridtron.parallel.mcore import layer_config
+from hybridtron.parallel.mesh import RankGroup
 from hybridtron.parallel.transformer_engine import local_linear
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridtron.parallel.cut import RankGroup
+from hybridtron.parallel.mesh import RankGroup
 
 
 @torch.no_grad()

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.device import compute_device
-from hybridtron.parallel.cut import gather, mesh_sizes
+from hybridtron.parallel.cut import gather
 from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.mesh import Mesh
 from hybridtron.parallel.plain_values import all_gather_values
 
 
@@ -28,19 +28,18 @@ def gathered(
     `shares` maps the names that this rank's stages hold to functions that return its tensor shard, on the CPU. Every
     rank must return the same type for a name: `dtype`, or fp32 where the table asks for it.
     """
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    names_of_stages: list[list[str]] = all_gather_values(list(shares), pipeline)
-    stage_ranks = dist.get_process_group_ranks(pipeline)
+    assert groups.pipeline.group is not None
+    names_of_stages: list[list[str]] = all_gather_values(list(shares), groups.pipeline.group)
+    stage_ranks = dist.get_process_group_ranks(groups.pipeline.group)
     for name, parameter in table.items():
         owner = next(stage for stage, names in enumerate(names_of_stages) if name in names)
-        if groups.pipeline_rank == owner:
-            whole = _joined(shares[name](), parameter, groups)
-        else:
-            whole = None
-        if owner > 0 and groups.tensor.rank == 0 and groups.copies.rank == 0:
+        whole = None
+        if groups.pipeline.rank == owner:
+            whole = _joined(shares[name](), parameter, groups.meshes[parameter.family])
+        if owner > 0 and groups.stage.rank == 0:
             if whole is not None:
                 dist.send(whole, stage_ranks[0])
-            elif groups.pipeline_rank == 0:
+            elif groups.pipeline.rank == 0:
                 if parameter.fp32:
                     wide = torch.promote_types(dtype, torch.float32)
                 else:
@@ -52,8 +51,8 @@ def gathered(
             yield name, whole
 
 
-def _joined(share: Tensor, parameter: Parameter, groups: Groups) -> Tensor:
+def _joined(share: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
     """Return the full tensor, on the CPU of every rank in this stage."""
-    if not parameter.active_cuts(mesh_sizes(groups.mesh)):
+    if not parameter.active_cuts(mesh.sizes):
         return share.contiguous()
-    return gather(share.to(compute_device()), parameter, groups.mesh).cpu()  # the gather runs on the device
+    return gather(share.to(compute_device()), parameter, mesh).cpu()  # the gather runs on the device

@@ -113,7 +113,7 @@ class RehearsalProcess:
             kernels = []
         times = {number: kernel.time for number, kernel in enumerate(kernels)}
         time = step_time(step, times, self.gpu, phase.config.parallel.virtual_pipeline)
-        planned = plan(phase, world).ranks[step.place.pipeline_rank].memory.total
+        planned = plan(phase, world).ranks[step.place.pipeline.rank].memory.total
         return Rehearsed(self.gpu, phase, world, step, time, kernels, planned)
 
     def calls(self, named: Callable[[], Iterable[tuple[Key, Callable[[], object]]]]) -> dict[Key, Work]:

@@ -176,7 +176,7 @@ def _table(title: str, *headers: str, left: int = 1) -> Table:
 def _implementations(rehearsed: Rehearsed) -> Table:
     step = rehearsed.step
     place = (
-        f"rank {step.rank} of {rehearsed.world} (pipeline {step.place.pipeline_rank}, tensor {step.place.tensor.rank})"
+        f"rank {step.rank} of {rehearsed.world} (pipeline {step.place.pipeline.rank}, tensor {step.place.tensor.rank})"
     )
     table = _table(
         f"{rehearsed.phase.config.run.name}, {place}, {rehearsed.gpu.name}", "op", "implementation", "why", left=3

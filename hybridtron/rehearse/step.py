@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import Documents, StateMode
@@ -104,17 +103,21 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
 @contextmanager
 def counting(census: Census, launches: Launches) -> Iterator[None]:
     """Count everything inside the context and compute nothing. Gloo groups, for checkpoints, are not formed."""
-    core: Any = parallel_state
     kernels: Any = flex_tiles
     kernels._kernel = flex_kernel  # there is no device that torch.compile could compile for
     flex._mask_of_sizes.cache_clear()  # its tensors belong to one rehearsal
-    for name in ("get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo"):
-        setattr(core, name, lambda *_, **__: parallel_state.get_data_parallel_group())
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         census.add_kernel(*launches.note(kernel, grid, arguments, options))
 
-    with fake_tensors(), ValuesOfNobody(), census, recorded_launches(note), heard.listening(census):
+    with (
+        groups.without_gloo_groups(),
+        fake_tensors(),
+        ValuesOfNobody(),
+        census,
+        recorded_launches(note),
+        heard.listening(census),
+    ):
         yield
 
 

@@ -128,7 +128,7 @@ def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual:
     if micro_batch.waits < 0:  # some waits are only in a run's first step, here the one of `few`
         micro_batch.waits = 0.0
         once.waits = many.waits + update.waits
-    return StepTime(once, micro_batch, step.micro_batches, (step.place.pipeline_size - 1) / virtual)
+    return StepTime(once, micro_batch, step.micro_batches, (step.place.pipeline.size - 1) / virtual)
 
 
 def work(operations: Iterable[Operation], kernels: dict[int, KernelTime], gpu: GPU) -> Work:

@@ -236,11 +236,11 @@ def rehearse_case(
     rehearsed = process.rehearse(phase, case.world, rank, compiles)
     from hybridtron.rehearse.report import forms_of, shown_parts
 
-    traffic = plan(phase, case.world).ranks[rehearsed.step.place.pipeline_rank].traffic
+    traffic = plan(phase, case.world).ranks[rehearsed.step.place.pipeline.rank].traffic
     return {
         "gpu": process.gpu.name,
         "phase": phase.settings.name,
-        "pipeline_rank": rehearsed.step.place.pipeline_rank,
+        "pipeline_rank": rehearsed.step.place.pipeline.rank,
         "forms": forms_of(rehearsed),
         "planned_sent": traffic.total,
         **shown_parts(rehearsed),

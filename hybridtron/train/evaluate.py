@@ -59,14 +59,14 @@ def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> l
     All ranks get equally many, a multiple of the pipeline stages, and all batches have the same shape. Masked rows,
     which do not count in the loss, fill the gaps.
     """
-    ranks = engine.groups.data_size
-    stages = engine.groups.pipeline_size
+    ranks = engine.groups.data.size
+    stages = engine.groups.pipeline.size
     batches_per_rank = math.ceil(len(batches) / (ranks * stages)) * stages
     full = [(part, padded(batch, rows)) for part, batch in batches]
     part, first = full[0]
     nothing = replace(first, mask_BL=torch.zeros_like(first.mask_BL))
     full += [(part, nothing)] * (batches_per_rank * ranks - len(full))
-    return full[engine.groups.data_rank * batches_per_rank :][:batches_per_rank]
+    return full[engine.groups.data.rank * batches_per_rank :][:batches_per_rank]
 
 
 def padded(batch: Batch, rows: int) -> Batch:

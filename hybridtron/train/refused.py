@@ -57,8 +57,8 @@ class RefusedBatches(Hook):
                 (folder / ABOUT).write_text(json.dumps(finite(about)))
         barrier()  # all processes reach it, also if the first one could not make the folder
         with warn_of_failure(context.step):
-            if groups.tensor.rank == 0 and groups.pipeline_rank == 0:
-                name = f"data-{groups.data_rank:05}-context-{groups.context.rank:05}.safetensors"
+            if groups.tensor.rank == 0 and groups.pipeline.rank == 0:
+                name = f"data-{groups.data.rank:05}-context-{groups.context.rank:05}.safetensors"
                 (folder / name).write_bytes(save(tensors_of(context.batches)))
         return metrics
 

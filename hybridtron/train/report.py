@@ -57,7 +57,7 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
     if groups.world_size > 1:
         LOG.info(
             f"{groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
-            f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data_size}"
+            f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data.size}"
         )
     if parallel.offload and engine.device.type == "cpu":
         LOG.warning("parallel.offload saves nothing on a CPU, whose memory is the host's: it costs copies")

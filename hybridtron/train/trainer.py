@@ -325,7 +325,7 @@ class Trainer:
 
     def loader_of(self, phase: ResolvedPhase) -> Loader:
         """Build this rank's loader. The first rank builds first, so that a corpus is prepared only once."""
-        mine = (phase, self.groups.data_rank, self.groups.data_size, self.groups.part)
+        mine = (phase, self.groups.data.rank, self.groups.data.size, self.groups.part)
         if self.groups.is_first:
             loader = build_loader(*mine)
         else:

@@ -69,8 +69,8 @@ def batches_of(step: int, groups: Groups) -> list[Batch]:
     tokens = torch.randint(61, (2, 25), generator=generator)
     mask = torch.ones(2, 24, dtype=torch.bool)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, SeqInfo.stream(2, 24))
-    own = 2 // groups.data_size
-    rows = slice(groups.data_rank * own, (groups.data_rank + 1) * own)
+    own = 2 // groups.data.size
+    rows = slice(groups.data.rank * own, (groups.data.rank + 1) * own)
     return [batch.map(lambda tensor: tensor[rows])]
 
 

@@ -13,7 +13,8 @@ from hybridtron.architecture.inits import Normal
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, lane_blocks, weight_blocks
-from hybridtron.parallel.cut import RankGroup, cut
+from hybridtron.parallel.cut import cut
+from hybridtron.parallel.mesh import Mesh, RankGroup
 
 LAYERS = {
     "M": {"kind": "mamba", "state": 4},
@@ -30,14 +31,15 @@ def numbered(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape)
 
 
-def mesh_of(size: int, rank: int) -> dict[str, RankGroup]:
-    return {"tensor": RankGroup(size, rank)}
+def mesh_of(size: int, rank: int) -> Mesh:
+    return Mesh({"tensor": RankGroup(size, rank)})
 
 
 def parts_of(whole: Tensor, parameter: Parameter, name: str) -> dict[str, Tensor]:
-    pieces = whole.split([rows for _, rows in parameter.parts]) if parameter.parts else [whole]
-    names = [f"{name}.{part}" for part, _ in parameter.parts] or [name]
-    return dict(zip(names, pieces, strict=True))
+    if not parameter.parts:
+        return {name: whole}
+    pieces = whole.split([size for _, size in parameter.parts], parameter.parts_axis)
+    return {f"{name}.{part}": piece for (part, _), piece in zip(parameter.parts, pieces, strict=True)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -99,13 +101,15 @@ def test_states_of_all_ranks_and_lanes_tile_the_whole(layer: int, ranks: int) ->
         assert torch.equal(written, whole), name
 
 
-def test_flat_shards_over_two_dimensions_of_the_mesh_tile_each_part() -> None:
-    parts = (("first", 2), ("second", 2))
-    parameter = Parameter((4, 6, 5), Normal(1.0), cuts=(Cut(0, "expert"), Cut(1)), parts=parts)
+@pytest.mark.parametrize(("axis", "size"), [(0, 2), (1, 3)])
+def test_flat_shards_over_two_dimensions_of_the_mesh_tile_each_part(axis: int, size: int) -> None:
+    parts = (("first", size), ("second", size))
+    parameter = Parameter((4, 6, 5), Normal(1.0), cuts=(Cut(0, "expert"), Cut(1)), parts=parts, parts_axis=axis)
     expected = parts_of(numbered(*parameter.shape), parameter, "w")
+    assert {key: tuple(part.shape) for key, part in expected.items()} == parameter.stored("w")
     written = {key: torch.full_like(part, -1) for key, part in expected.items()}
     for expert, rank in itertools.product(range(2), range(3)):
-        mesh = {"expert": RankGroup(2, expert), "tensor": RankGroup(3, rank)}
+        mesh = Mesh({"expert": RankGroup(2, expert), "tensor": RankGroup(3, rank)})
         flat = cut(numbered(*parameter.shape), parameter, mesh)
         shape = flat.shape
         flat = flat.flatten()
@@ -123,7 +127,7 @@ def test_states_over_two_dimensions_of_the_mesh_tile_the_whole() -> None:
     whole = numbered(2, *part.shape)
     written = torch.full_like(whole, -1)
     for context, rank in itertools.product(range(4), range(2)):
-        mesh = {"context": RankGroup(4, context), "tensor": RankGroup(2, rank)}
+        mesh = Mesh({"context": RankGroup(4, context), "tensor": RankGroup(2, rank)})
         share = cut(whole, part, mesh, leading=1)
         for block in lane_blocks("key", share, part, range(2), 2, mesh):
             place = tuple(map(slice, block.global_offset, ends(block)))

@@ -9,7 +9,8 @@ from hybridtron.architecture.base import Cut, Parameter
 from hybridtron.architecture.inits import Normal
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
-from hybridtron.parallel.cut import RankGroup, cut, gather, join
+from hybridtron.parallel.cut import cut, gather, join
+from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
 
@@ -23,8 +24,8 @@ LAYERS = {
 TABLE = parameter_table(ModelConfig(24, 60, "MGQ-S", LAYERS, tie_embeddings=False))
 
 
-def mesh(ranks: int, rank: int) -> dict[str, RankGroup]:
-    return {"tensor": RankGroup(ranks, rank)}
+def mesh(ranks: int, rank: int) -> Mesh:
+    return Mesh({"tensor": RankGroup(ranks, rank)})
 
 
 def numbered(parameter: Parameter) -> torch.Tensor:
@@ -54,6 +55,11 @@ def test_each_part_of_a_fused_weight_is_cut_for_itself() -> None:
     assert cut(whole, parameter, mesh(2, 1)).flatten().tolist() == [2, 3, 6, 7]
 
 
+def test_parts_may_be_fused_along_another_axis() -> None:
+    parameter = Parameter((2, 4), Normal(1.0), parts=(("x", 2), ("z", 2)), parts_axis=1, cuts=(Cut(1),))
+    assert cut(numbered(parameter), parameter, mesh(2, 1)).tolist() == [[1, 3], [5, 7]]
+
+
 def test_parts_are_no_matter_where_the_other_axis_is_cut() -> None:
     parameter = Parameter((3, 4), Normal(1.0), parts=(("dt", 1), ("B", 2)), cuts=(Cut(1),))
     assert cut(numbered(parameter), parameter, mesh(2, 1)).tolist() == [[2, 3], [6, 7], [10, 11]]
@@ -75,7 +81,7 @@ EXPERTS = Parameter(
 
 def test_a_tensor_is_cut_over_several_dimensions_of_the_mesh() -> None:
     whole = numbered(EXPERTS)
-    place = {"expert": RankGroup(2, 1), "tensor": RankGroup(4, 2)}
+    place = Mesh({"expert": RankGroup(2, 1), "tensor": RankGroup(4, 2)})
     share = cut(whole, EXPERTS, place)
     assert share.shape == EXPERTS.share_shape({"expert": 2, "tensor": 4}) == (2, 3, 6)
     assert torch.equal(share, torch.stack([whole[1, 6:9], whole[3, 6:9]])), "the second expert of each part, unit 2"
@@ -87,7 +93,7 @@ def test_shares_over_several_dimensions_join_in_the_opposite_order() -> None:
     (over_experts, over_tensor) = EXPERTS.cuts
     by_expert = []
     for expert in range(2):
-        meshes = [{"expert": RankGroup(2, expert), "tensor": RankGroup(4, rank)} for rank in range(4)]
+        meshes = [Mesh({"expert": RankGroup(2, expert), "tensor": RankGroup(4, rank)}) for rank in range(4)]
         by_expert.append(join([cut(whole, EXPERTS, mesh) for mesh in meshes], EXPERTS, over_tensor))
     assert torch.equal(join(by_expert, EXPERTS, over_experts), whole)
 
@@ -100,7 +106,7 @@ def _gathered(seat: Seat) -> tuple[bool, bool]:
     new, expert, tensor = torch.distributed.new_group, *divmod(seat.rank, 2)
     rows = [new([0, 1]), new([2, 3])]
     columns = [new([0, 2]), new([1, 3])]
-    mesh = {"expert": RankGroup(2, expert, columns[tensor]), "tensor": RankGroup(2, tensor, rows[expert])}
+    mesh = Mesh({"expert": RankGroup(2, expert, columns[tensor]), "tensor": RankGroup(2, tensor, rows[expert])})
     whole = numbered(EXPERTS)
     share = cut(whole, EXPERTS, mesh)
     return torch.equal(gather(share, EXPERTS, mesh), whole), torch.equal(share, whole)

@@ -50,7 +50,7 @@ def batch_of(step: int) -> Batch:
 
 
 def losses(engine: Engine, steps: range = range(STEPS)) -> Iterator[float]:
-    lanes = range(4 * engine.groups.data_rank // engine.groups.data_size, 4)[: 4 // engine.groups.data_size]
+    lanes = range(4 * engine.groups.data.rank // engine.groups.data.size, 4)[: 4 // engine.groups.data.size]
     for step in steps:
         batch = batch_of(step).map(lambda tensor: tensor[lanes.start : lanes.stop])
         yield engine.forward_backward(batch.split(1)).mean.item()

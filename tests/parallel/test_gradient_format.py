@@ -36,7 +36,7 @@ def stepped(seat: Seat, config: Config) -> tuple[dict[str, Tensor], dict[str, to
         engine.forward_backward(micro_batches(config))
         gradients = {name: gradient.clone() for name, gradient in engine.optimizer.gradients()}
         kept = {name: shard.weight.main_grad for name, shard in engine.optimizer.shards.items()}
-        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline_rank].memory.gradients
+        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline.rank].memory.gradients
         taken = engine.optimizer.step(1e-3)[1]
         return (
             gradients,

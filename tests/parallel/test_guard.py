@@ -32,9 +32,9 @@ def verdicts(seat: Seat, config: Config) -> list[tuple[float, bool, float | None
         engine = Engine(config, groups)
         batches = micro_batches(config)
         judged_steps = []
-        own = len(batches) // groups.data_size
+        own = len(batches) // groups.data.size
         for _ in range(STEPS):
-            engine.forward_backward(batches[groups.data_rank * own :][:own])
+            engine.forward_backward(batches[groups.data.rank * own :][:own])
             judged_steps.append((*engine.step(1e-2), engine.guard.limit))
         return judged_steps
 

@@ -68,7 +68,7 @@ def trained(seat: Seat, config: Config) -> list[tuple[float, int, int, int]]:
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
         (phase,) = resolve(config)
-        loader = build_loader(phase, groups.data_rank, groups.data_size, groups.part)
+        loader = build_loader(phase, groups.data.rank, groups.data.size, groups.part)
         engine.start_phase(0, loader.lanes)
         found = []
         for step, batches in enumerate(loader.iterate(0, STEPS)):

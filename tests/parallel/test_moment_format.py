@@ -42,8 +42,8 @@ def configured(layout: Layout, moments: KeptFormat = KeptFormat.bf16) -> Config:
 
 def take_steps(engine: Engine, numbers: range) -> None:
     batches = micro_batches(engine.config)
-    own = len(batches) // engine.groups.data_size
-    mine = batches[engine.groups.data_rank * own : (engine.groups.data_rank + 1) * own]
+    own = len(batches) // engine.groups.data.size
+    mine = batches[engine.groups.data.rank * own : (engine.groups.data.rank + 1) * own]
     for step in numbers:
         engine.forward_backward(mine, step)
         assert engine.step(LR)[1]
@@ -72,7 +72,7 @@ def trained(seat: Seat, config: Config, folder: Path | None = None) -> tuple[dic
         take_steps(engine, range(SAVED, STEPS))
         held = kept(engine)
         assert {moment.dtype for moment in held["moments"]} == {getattr(torch, _format_of(config))}
-        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline_rank].memory.optimizer
+        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline.rank].memory.optimizer
         return dict(engine.weights()), (sum(t.nbytes for t in [*held["moments"], *held["masters"]]), planned)
 
 

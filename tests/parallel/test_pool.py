@@ -26,7 +26,7 @@ def places(seat: Seat, parallel: ParallelConfig) -> tuple[int, int, int, float]:
     with seat.groups(parallel) as groups:
         ranks = torch.tensor(float(groups.rank))
         dist.all_reduce(ranks)
-        return groups.tensor.rank, groups.pipeline_rank, groups.data_rank, float(ranks)
+        return groups.tensor.rank, groups.pipeline.rank, groups.data.rank, float(ranks)
 
 
 def fail_on_rank_1(seat: Seat) -> None:

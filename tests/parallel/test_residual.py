@@ -38,7 +38,7 @@ def stepped(seat: Seat, config: Config) -> tuple[float, dict[str, Tensor], tuple
         batches = micro_batches(config)
         loss = engine.forward_backward(batches).mean.item()
         gradients = {name: gradient.clone() for name, gradient in engine.optimizer.gradients()}
-        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline_rank].traffic.pipeline
+        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline.rank].traffic.pipeline
         return loss, gradients, (sum(sent), planned)
 
 

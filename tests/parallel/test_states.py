@@ -115,8 +115,8 @@ def losses(seat: Seat, config: Config, swapped: bool = False) -> list[float]:
 
 def started(config: Config, groups: Groups) -> Engine:
     engine = Engine(config, groups)
-    lanes_per_rank = LANES // groups.data_size
-    engine.start_phase(0, range(groups.data_rank * lanes_per_rank, (groups.data_rank + 1) * lanes_per_rank))
+    lanes_per_rank = LANES // groups.data.size
+    engine.start_phase(0, range(groups.data.rank * lanes_per_rank, (groups.data.rank + 1) * lanes_per_rank))
     return engine
 
 

@@ -70,7 +70,7 @@ def trained(seat: Seat, config: Config) -> tuple[list[float], dict[str, Tensor],
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
         losses = []
-        lanes = lanes_of(groups.data_rank, groups.data_size)
+        lanes = lanes_of(groups.data.rank, groups.data.size)
         engine.start_phase(0, lanes)
         for step in range(STEPS):
             batch = step_of(step).map(lambda tensor: tensor[lanes.start : lanes.stop])
@@ -79,7 +79,7 @@ def trained(seat: Seat, config: Config) -> tuple[list[float], dict[str, Tensor],
             engine.step(LR)
         assert engine.carrier is not None
         held = 2 * sum(tensor.nbytes for parts in engine.carrier.held.values() for tensor in parts.values())
-        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline_rank].memory.states
+        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline.rank].memory.states
         return losses, gradients, (held, planned)
 
 
@@ -118,14 +118,14 @@ def restarted(seat: Seat, config: Config, lane: int) -> tuple[list[int | None], 
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
         counts = []
-        lanes = lanes_of(groups.data_rank, groups.data_size)
+        lanes = lanes_of(groups.data.rank, groups.data.size)
         engine.start_phase(0, lanes)
         carrier = engine.carrier
         assert carrier is not None
         for step in range(2):
             batch = step_of(step).chunks(CHUNKS)[0].map(lambda tensor: tensor[lanes.start : lanes.stop])
             engine.forward_backward(batch.split(ROWS), step)
-            if step == 0 and groups.pipeline_rank == groups.pipeline_size - 1 and lane in lanes:
+            if step == 0 and groups.pipeline.rank == groups.pipeline.size - 1 and lane in lanes:
                 number, row = divmod(lane - lanes.start, ROWS)
                 last = len(config.model.pattern) - 1
                 carrier._ended[0, number][last]["ssm"][row, 0, 0] = torch.nan

@@ -26,9 +26,9 @@ def state_after(seat: Seat, config: Config, folder: Path) -> dict[str, Tensor]:
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
         batches = micro_batches(config)
-        own = len(batches) // groups.data_size
+        own = len(batches) // groups.data.size
         for _ in range(STEPS):
-            engine.forward_backward(batches[groups.data_rank * own :][:own])
+            engine.forward_backward(batches[groups.data.rank * own :][:own])
             engine.optimizer.step(1e-2)
         tokenizer = folder / "tokenizer.json"
         if groups.is_first:

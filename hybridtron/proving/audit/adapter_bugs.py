@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from hybridtron.ops.dropout import channel_numbers, token_numbers
 from hybridtron.parallel.adapters import adapter_of
-from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.linear import RowParallel
 from hybridtron.parallel.magnitude import row_lengths
+from hybridtron.parallel.mesh import RankGroup
 from hybridtron.proving.audit.bug import Bug, Replaced, marked
 
 ADAPTERS = "hybridtron.parallel.adapters"

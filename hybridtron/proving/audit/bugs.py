@@ -29,10 +29,11 @@ from hybridtron.ops.loss import Loss
 from hybridtron.ops.sparse import hash_matrix, ranking_loss
 from hybridtron.ops.ssd import decay_scan
 from hybridtron.ops.turns import angles
-from hybridtron.parallel.cut import Mesh, cut
+from hybridtron.parallel.cut import cut
 from hybridtron.parallel.entered import Entry, _gathered
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.loss import linear_cross_entropy
+from hybridtron.parallel.mesh import Mesh
 from hybridtron.proving.audit.adapter_bugs import ADAPTER_BUGS
 from hybridtron.proving.audit.beside_bugs import BESIDE_BUGS
 from hybridtron.proving.audit.bug import Bug, Replaced, marked
@@ -187,12 +188,13 @@ def _cut_otherwise(wrong: Callable[[Tensor, Parameter, Mesh], Tensor]) -> Replac
 
 
 def _at_rank(mesh: Mesh, rank: int) -> Mesh:
-    return {**mesh, "tensor": replace(mesh["tensor"], rank=rank)}
+    return replace(mesh, dimensions={"tensor": replace(mesh.dimensions["tensor"], rank=rank)})
 
 
 def _vocabulary_of_other_rank(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
     is_vocabulary = len(whole) > 64 and parameter.cuts == (Cut(0),) and not parameter.parts
-    other_rank = _at_rank(mesh, mesh["tensor"].size - 1 - mesh["tensor"].rank)
+    tensor = mesh.dimensions["tensor"]
+    other_rank = _at_rank(mesh, tensor.size - 1 - tensor.rank)
     return cut(whole, parameter, other_rank if is_vocabulary else mesh)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.schema import Config
-from hybridtron.parallel.cut import Mesh, cut
+from hybridtron.parallel.cut import cut
+from hybridtron.parallel.mesh import Mesh, single_rank
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Step:
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     auxiliary: Mapping[str, float]
-    mesh: Mesh = field(default_factory=dict)
+    meshes: Mapping[str, Mesh] = field(default_factory=single_rank)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def differences(
     largest = _largest_norm(truth.weights)
     for rank, step in enumerate(ranks):
         for name, value in step.weights.items():
-            expected, *changed = (cut(serial.weights[name], table[name], step.mesh) for serial in (truth, *moved))
+            mesh = step.meshes[table[name].family]
+            expected, *changed = (cut(serial.weights[name], table[name], mesh) for serial in (truth, *moved))
             yield _difference(f"weight {name} on rank {rank}", value, expected, largest, precision, changed)
 
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.parallel_state import get_data_parallel_group
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch, RowShare
+from hybridtron.engine.stage import Stage, data_parallel
 from hybridtron.parallel.context import ContextGroup, _exchanged, _halo, _shifted, own_share, state_before
+from hybridtron.parallel.groups import Groups
 from hybridtron.proving.audit.bug import Bug, Replaced
 
 CONTEXT = "hybridtron.parallel.context"
@@ -64,16 +65,22 @@ def _lost_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 STATE_GRADIENT: Replaced = {f"{CONTEXT}._Shifted.backward": staticmethod(_lost_gradient)}
 
 
-def _data_alone(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> dist.ProcessGroup:
-    return get_data_parallel_group()
+def _summed_over_data(
+    stages: Sequence[Stage], config: Config, groups: Groups, dtype: torch.dtype
+) -> list[DistributedDataParallel]:
+    wrapped = data_parallel(stages, config, groups, dtype)
+    assert groups.data.group is not None
+    for buckets in (buckets for stage in wrapped for buckets in stage.bucket_groups):
+        buckets.data_parallel_group = groups.data.group
+    return wrapped
 
 
-SUMS_OVER_DATA: Replaced = {"megatron.core.parallel_state.get_data_parallel_group": _data_alone}
+SUMS_OVER_DATA: Replaced = {"hybridtron.engine.engine.data_parallel": _summed_over_data}
 
 
-def _by_own_tokens(stages: Sequence[Any], tokens: torch.Tensor) -> None:
+def _by_own_tokens(stages: Sequence[Any], tokens: Tensor, groups: Groups) -> None:
     for stage in stages:
-        stage.scale_gradients(1.0 / (tokens * parallel_state.get_context_parallel_world_size()))
+        stage.scale_gradients(1.0 / (tokens * groups.context.size))
 
 
 TOKENS_OF_SHARE: Replaced = {"hybridtron.engine.stage._divide": _by_own_tokens}

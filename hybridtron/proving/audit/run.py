@@ -29,7 +29,6 @@ from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import CrossEntropyInputs, cross_entropy
-from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.pool import Pool, Seat
 from hybridtron.proving.audit.bugs import injected
 from hybridtron.proving.audit.cases import Case
@@ -97,8 +96,8 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
             start = None
         engine = Engine(config, groups, start, precision.dtype)
         batches = micro_batches(config)
-        batches_per_rank = len(batches) // groups.data_size
-        batches = batches[groups.data_rank * batches_per_rank : (groups.data_rank + 1) * batches_per_rank]
+        batches_per_rank = len(batches) // groups.data.size
+        batches = batches[groups.data.rank * batches_per_rank : (groups.data.rank + 1) * batches_per_rank]
         if engine.config.parallel.overlap_grad_reduce:  # Megatron overlaps only from the second step on
             engine.forward_backward(batches)
             engine.optimizer.zero_grad()
@@ -110,8 +109,8 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
         grad_norm, _ = engine.optimizer.step(rate_of(config))
         loss_after = engine.loss(batches).mean.item()
         weights = {name: shard.weight.detach().cpu() for name, shard in engine.optimizer.shards.items()}
-        mesh = {dimension: RankGroup(ranks.size, ranks.rank) for dimension, ranks in groups.mesh.items()}
-        return Step(loss, grad_norm, loss_after, gradients, weights, auxiliary, mesh)
+        meshes = {family: mesh.without_groups() for family, mesh in groups.meshes.items()}
+        return Step(loss, grad_norm, loss_after, gradients, weights, auxiliary, meshes)
 
 
 def rate_of(config: Config) -> float:

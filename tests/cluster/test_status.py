@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -107,9 +106,9 @@ def test_status_shows_the_end_of_a_run(outcome: dict, decision: str, state: str,
     assert (found.left_s is None) == (state == "finished")
 
 
-def test_status_shows_refused_and_silent_runs(run: Path) -> None:
-    long_ago = time.time() - 3 * 3600
-    os.utime(run / "metrics.jsonl", (long_ago, long_ago))
+def test_status_shows_refused_and_silent_runs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last_written = (run / "metrics.jsonl").stat().st_mtime
+    monkeypatch.setattr(time, "time", lambda: last_written + 3 * 3600 + 0.5)
     found = status.status(run)
     assert (found.state, found.why) == ("silent", "the last step was 3:00:00 ago")
     submitted(run, "", error="sbatch failed: no")

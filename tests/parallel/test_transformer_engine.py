@@ -18,6 +18,7 @@ from torch import nn
 from hybridtron.config.check import check
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config, ParallelConfig, PrecisionConfig, Recompute
 from hybridtron.device import Package
 from hybridtron.engine.engine import Engine
@@ -293,15 +294,15 @@ def test_the_reason_why_fp8_cannot_run_is_reported_before_processes_connect(
 ) -> None:
     config = config_of(Precision.fp8_block)
     with pytest.raises(ConfigError, match=r"needs transformer_engine and a Hopper or newer GPU \(torch .* no CUDA"):
-        start.check_fp8(config)
+        start.check_fp8(RunPlan.of(config))
     install(SimpleNamespace(DelayedScaling=DelayedScaling), autocast=autocast)
     with pytest.raises(ConfigError, match="has no Float8BlockScaling"):
-        start.check_fp8(config)
+        start.check_fp8(RunPlan.of(config))
     monkeypatch.setattr(transformer_engine, "optional_package", lambda name: Package(name, None, "not installed"))
     with pytest.raises(ConfigError, match=r"transformer_engine is not installed.*precision.emulate=true"):
-        start.check_fp8(config)
+        start.check_fp8(RunPlan.of(config))
     config.precision.emulate = True
-    start.check_fp8(config)
+    start.check_fp8(RunPlan.of(config))
 
 
 @pytest.mark.parametrize("module", transformer_engine.QUANTIZATION)

@@ -280,6 +280,6 @@ def run_compiler(program: Path, options: Sequence[str], target: Path) -> None:
     except subprocess.TimeoutExpired:
         raise NotBuilt(f"{program} does not end within {BUILD_S:.0f} s") from None
     if done.returncode != 0 or not target.is_file():
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower() or "No space" in line]
+        lines = [line for line in done.stderr.splitlines() if "error: " in line.lower() or "No space" in line]
         said = (lines or done.stderr.splitlines() or ["no message"])[0].strip()
         raise NotBuilt(f"{program} ends with {done.returncode}: {said}")

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.cli import convert_commands
@@ -104,5 +106,5 @@ def written(model: ModelConfig, folder: Path) -> int:
     where = {rule.theirs: f"part-{index // 16 * 16:05}.safetensors" for index, rule in enumerate(rules)}
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
     write_json(folder / "config.json", target.config(model, 128))
-    (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    (folder / "tokenizer.json").write_text(Tokenizer(BPE()).to_str())
     return folder_size

@@ -89,7 +89,7 @@ def test_a_hanging_process_is_dumped_recorded_and_ended(
     assert (found["outcome"], found["rank"]) == ("failed", 3)
     assert "the first step did not end within 900 s (run.timeout)" in found["reason"]
     stacks = (tmp_path / "logs" / "stacks-3.txt").read_text()
-    assert "test_what_does_not_end" in stacks
+    assert "test_a_hanging_process" in stacks
     assert "the first step did not end" in stacks
 
 

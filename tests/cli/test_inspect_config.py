@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 WITHOUT_TORCH = (
     "import os, runpy, sys; sys.modules.update(torch=None, megatron=None); "
@@ -95,6 +97,7 @@ def test_a_layout_is_reported_rank_by_rank():
     assert reported["memory"]["total"] == max(rank["memory"]["total"] for rank in plan["ranks"])
 
 
+@pytest.mark.slow
 def test_layouts_are_proposed():
     result = run("recipe=samba_1.3b", "--gpus", "64", "--fit", "80GB", "--json")
     assert result.returncode == 0, result.stderr

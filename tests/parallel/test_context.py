@@ -94,7 +94,7 @@ def outputs_and_gradients(
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_computes_its_share_of_what_one_does(name: str, ranks: int) -> None:
     """Compare in float64, for rows as streams and for rows with documents that begin everywhere."""

@@ -167,7 +167,9 @@ def read_by_one_process() -> tuple[list[Written], Measured]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=pytest.mark.slow if turn % 2 else []) for turn, name in enumerate(FAULTS)]
+)
 def test_a_planted_fault_is_seen(fault: str) -> None:
     """Some rank notices the fault by the comparisons of the test above."""
     model = READ["attention"]

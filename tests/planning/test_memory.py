@@ -300,6 +300,7 @@ def test_plans_are_within_their_margin_of_budgets(path):
     assert made.ranks[0].memory.total == pytest.approx(budget["peak bytes"], rel=MARGIN)
 
 
+@pytest.mark.slow
 def test_published_models_are_laid_out_sanely():
     """Samba 1.3B needs no model parallelism on 64 devices; 11 query heads keep Samba 3.8B from being cut at all."""
     small = load(["recipe=samba_1.3b"])
@@ -335,6 +336,7 @@ def test_short_rows_come_in_micro_batches_that_outlast_their_launches():
     assert rows == [32, 64, 128, 256, 16, 8, 4, 2, 1]
 
 
+@pytest.mark.slow
 def test_settings_undo_what_the_configuration_sets():
     config = load(["recipe=samba_1.3b", "parallel.tensor=2", "parallel.recompute=layer"])
     best = fit(config, 64, 80e9)[0]

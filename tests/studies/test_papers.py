@@ -226,6 +226,7 @@ def test_pages_are_written_from_kept_results_alone(tmp_path: Path) -> None:
     assert not re.search(r"(?:src|href)='?https?:", overview)
 
 
+@pytest.mark.slow
 def test_a_page_says_what_it_waits_for(tmp_path: Path) -> None:
     text = page(PAPERS["samba"], kept(samba={"samba": [read(14, 13.5, 13.3, 13)]}), tmp_path, None)
     assert "*waits for runs*: no result yet of samba: llama, samba: llama-swa, samba: mamba" in text

@@ -60,6 +60,7 @@ LEAST = {  # tokens that the papers' claims need, by sweep and how the names of 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep", by_sweep(CLAIMS))
 def test_runs_fit_on_one_gpu_and_are_as_long_as_the_claim_needs(sweep: str) -> None:
     runs = {run.name: run for _, on_gpu in by_sweep(CLAIMS)[sweep] for run in runs_of(on_gpu)}
@@ -71,6 +72,7 @@ def test_runs_fit_on_one_gpu_and_are_as_long_as_the_claim_needs(sweep: str) -> N
         assert all(0 < rank.memory.total < HELD for rank in plan(largest_phase(config), 1).ranks), run.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NAME)
 def test_no_claim_wants_more_than_a_day_of_one_gpu(name: str) -> None:
     on_gpu = BY_NAME[name].on_gpu

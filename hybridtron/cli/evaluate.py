@@ -198,8 +198,15 @@ def asking(chosen: argparse.Namespace) -> Callable[[Served, str, Path], Evaluate
     demand("harness")
     from hybridtron.evaluate.harness_run import HarnessWishes, measured
 
-    options = (chosen.include, chosen.samples, chosen.batch, chosen.max_length, chosen.run_code, chosen.chat)
-    request = HarnessWishes(chosen.harness, *options)
+    request = HarnessWishes(
+        chosen.harness,
+        include=chosen.include,
+        samples=chosen.samples,
+        batch=chosen.batch,
+        max_length=chosen.max_length,
+        run_code=chosen.run_code,
+        chat=chosen.chat,
+    )
     return lambda model, name, folder: measured(model, name, request, folder / "harness", progress_bar)
 
 
@@ -216,8 +223,16 @@ def wishes(chosen: argparse.Namespace) -> Wishes:
         suite["instrument_length"] = chosen.length
     if chosen.instruments is not None:
         suite["instruments"] = list(dict.fromkeys(chosen.instruments))
-    overrides = (chosen.lengths, chosen.samples, chosen.batch, chosen.rows, chosen.data, chosen.seq_len)
-    return Wishes(suite, bool(chosen.suite), *overrides)
+    return Wishes(
+        suite,
+        named=bool(chosen.suite),
+        lengths=chosen.lengths,
+        samples=chosen.samples,
+        batch=chosen.batch,
+        rows=chosen.rows,
+        data=chosen.data,
+        seq_len=chosen.seq_len,
+    )
 
 
 def report(one: Evaluated, console: Console) -> None:

@@ -123,8 +123,15 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     if not console.is_terminal:
         yield _in_lines(what, console)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    with progress:
         bar = progress.add_task(what, total=None)
         yield lambda done, of: progress.update(bar, completed=done, total=of)
 

@@ -301,10 +301,12 @@ def _memory_table(config: Config, made: Plan, peaks: Sequence[int] | None) -> Ta
         limit = ""
     for rank in made.ranks:
         layers = ", ".join(f"{chunk.layers.start}-{chunk.layers.stop - 1}" for chunk in rank.chunks)
-        parts = [_gigabytes(getattr(rank.memory, part)) for part in MEMORY_PARTS]
-        total = _gigabytes(rank.memory.total) + limit
-        exact = [] if peaks is None else [_gigabytes(peaks[rank.rank])]
-        table.add_row(str(rank.rank), layers, f"{rank.parameters:,}", *parts, total, str(rank.in_flight), *exact)
+        cells = [str(rank.rank), layers, f"{rank.parameters:,}"]
+        cells += [_gigabytes(getattr(rank.memory, part)) for part in MEMORY_PARTS]
+        cells += [_gigabytes(rank.memory.total) + limit, str(rank.in_flight)]
+        if peaks is not None:
+            cells.append(_gigabytes(peaks[rank.rank]))
+        table.add_row(*cells)
     return table
 
 

@@ -221,12 +221,10 @@ def show(folder: TokenFolder) -> None:
         table.add_column(title, justify="right")
     for split, sources in manifest.splits.items():
         for name, source in sources.items():
-            counts = f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}"
-            if source.learned is None:
-                learned = []
-            else:
-                learned = [f"{source.learned / source.tokens:.1%}"]
-            table.add_row(name, split, *counts, *learned)
+            cells = [name, split, f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}"]
+            if source.learned is not None:
+                cells.append(f"{source.learned / source.tokens:.1%}")
+            table.add_row(*cells)
         shards = sum(len(source.shards) for source in sources.values())
         documents = sum(source.documents for source in sources.values())
         table.add_row("all", split, f"{manifest.tokens(split):,}", f"{documents:,}", f"{shards:,}", style="bold")

@@ -119,8 +119,15 @@ class Engine:
         z_loss = self.config.optim.z_loss
         batches = self._keyed(batches, step)
         with self.statistics.step():
-            inputs = (batches, z_loss, self.groups, self.device, self.carrier)
-            loss = run_schedule(self.wrapped, *inputs, auxiliary=tuple(self.auxiliary))
+            loss = run_schedule(
+                self.wrapped,
+                batches,
+                z_loss,
+                self.groups,
+                self.device,
+                self.carrier,
+                auxiliary=tuple(self.auxiliary),
+            )
         self._loss = loss
         return loss
 

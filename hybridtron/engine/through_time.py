@@ -67,8 +67,9 @@ class ThroughTime:
                 assert states is not None
                 states = self.handed_over(states, piece)
             if model.recompute is not Recompute.none and torch.is_grad_enabled():
-                arguments = (model, piece, states, x_LBD)
-                ended = checkpoint(self._one, *arguments, use_reentrant=False, preserve_rng_state=False)
+                ended = checkpoint(
+                    self._one, model, piece, states, x_LBD, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 ended = self._one(model, piece, states, x_LBD)
             output, states, losses = ended

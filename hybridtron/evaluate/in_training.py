@@ -90,8 +90,18 @@ class InTraining(Hook):
         groups = engine.groups
         config = replace(engine.config, data=self.phase.data)
         tokenizer = read_tokenizer((self.folder / "tokenizer.json").read_bytes())
-        place = (groups.data.rank, groups.data.size, groups.is_first, groups.world_size == 1)
-        model = Served(self.folder, config, step, tokenizer, self.eos, engine.reader(), *place)
+        model = Served(
+            self.folder,
+            config,
+            step,
+            tokenizer,
+            end=self.eos,
+            read=engine.reader(),
+            replica=groups.data.rank,
+            replicas=groups.data.size,
+            first=groups.is_first,
+            alone=groups.world_size == 1,
+        )
         lines = Lines()
         moved = partial(_beat, beat, step)
         ask(model, self.suite.cells, self.tokens, lines, BATCH, moved)

@@ -25,13 +25,13 @@ class ConsoleSink:
         self.last_step = last_step
         self.bar: Progress | None = None
         if self.console.is_terminal:
-            columns = [
+            self.bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(),
                 TextColumn("{task.description}"),
                 TimeRemainingColumn(),
-            ]
-            self.bar = Progress(*columns, console=self.console)
+                console=self.console,
+            )
             self.task = self.bar.add_task("", total=last_step, completed=first_step)
             self.bar.start()
 

@@ -120,8 +120,15 @@ def source_table(plan: RunPlan) -> Table:
     table.columns[-1].justify = "left"
     for phase in plan.phases:
         for line in sources_of(phase):
-            cells = readable(line.share * phase.tokens), line.shown_epochs, line.shown_learned, Text(line.place)
-            table.add_row(phase.settings.name, Text(line.source), f"{line.share:.1%}", *cells)
+            table.add_row(
+                phase.settings.name,
+                Text(line.source),
+                f"{line.share:.1%}",
+                readable(line.share * phase.tokens),
+                line.shown_epochs,
+                line.shown_learned,
+                Text(line.place),
+            )
     return table
 
 

@@ -102,8 +102,7 @@ def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
     kind = f"{order.kind.value} of {settings.seq_len} tokens, documents {order.documents.value}"
     table.title = f"{settings.name} reads {kind}"
     for line in reading_plan(loader.sources.mixture, phase.tokens):
-        cells = readable(line.tokens), line.shown_epochs, line.shown_learned
-        table.add_row(line.source, f"{line.share:.1%}", *cells)
+        table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), line.shown_epochs, line.shown_learned)
     LOG.info(as_text(table))
     LOG.info(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")
 

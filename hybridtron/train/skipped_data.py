@@ -73,6 +73,7 @@ class SkippedData:
             within = (min(max(step, phase.start_step), phase.end_step) for step in (done, failed))
             first, end = (step - phase.start_step for step in within)
             if first < end:
-                data = self.data_step(phase.index, first), self.data_step(phase.index, end - 1) + 1
-                added.append(SkippedRange(phase.index, *data))
+                first_data = self.data_step(phase.index, first)
+                end_data = self.data_step(phase.index, end - 1) + 1
+                added.append(SkippedRange(phase.index, first_data, end_data))
         return SkippedData([*self.all, *added])

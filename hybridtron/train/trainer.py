@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -325,13 +326,14 @@ class Trainer:
 
     def loader_of(self, phase: ResolvedPhase) -> Loader:
         """Build this rank's loader. The first rank builds first, so that a corpus is prepared only once."""
-        mine = (phase, self.groups.data.rank, self.groups.data.size, self.groups.part)
+        data = self.groups.data
+        build = partial(build_loader, phase, data.rank, data.size, self.groups.part)
         if self.groups.is_first:
-            loader = build_loader(*mine)
-        else:
-            loader = None
+            loader = build()
+            barrier()
+            return loader
         barrier()
-        return loader or build_loader(*mine)
+        return build()
 
     def report_end(self, checkpoint: Path) -> None:
         """Log the end of the run, with a text sample if one process holds the full model."""

@@ -237,8 +237,8 @@ def foreign_packages(source: SourceFile) -> set[str]:
     named |= {text.split(".")[0] for text in source.strings if text.replace(".", "_").isidentifier()}
     own = {name for name, owners in OWNERS.items() if any(fnmatch(source.name, owner) for owner in owners.split())}
     foreign = named & OWNERS.keys() - own
-    if source.name in ("requirements.py", "cli/doctor.py", "proving/gpu/carry.py", *STOOD_FOR):
-        return set()  # looked for, packed or stood for, not imported
+    if source.name in ("requirements.py", "cli/doctor.py", "cli/lean_imports.py", "proving/gpu/carry.py", *STOOD_FOR):
+        return set()  # looked for, hidden, packed or stood for, not imported
     if source.name.startswith("config/check"):
         return foreign - {"wandb", "transformer_engine", "nvidia"}  # asked for, not imported
     return foreign

@@ -12,6 +12,7 @@ import os
 import sys
 
 from hybridtron import __version__
+from hybridtron.cli import lean_imports
 from hybridtron.file_errors import in_words, is_of_the_user
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.requirements import demand, hide_known_warnings
@@ -85,11 +86,13 @@ def main(arguments: list[str]) -> int:
         return no_command(family, words[-1] if words and words != [family] else None)
     hide_known_warnings()
     sleeping_threads()
+    lean_imports.install()
     if name == "train":  # other commands need only some packages: inspect and submit run without torch
         demand()
     module_name, function = COMMANDS[name][0].split(":")
     try:
-        module = importlib.import_module(module_name if "." in module_name else f"hybridtron.cli.{module_name}")
+        with lean_imports.uncollected():
+            module = importlib.import_module(module_name if "." in module_name else f"hybridtron.cli.{module_name}")
         code: int = getattr(module, function)(arguments[len(words) :])
     except ModuleNotFoundError:
         demand()  # ends the program with one line if the missing module is a requirement

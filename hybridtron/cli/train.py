@@ -29,6 +29,7 @@ import traceback
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from hybridtron.cli import lean_imports
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
@@ -78,10 +79,10 @@ def main(arguments: list[str]) -> int:
         else:
             lock = nullcontext()
         with requests, lock:
-            # imports torch, which the checks do without
-            from hybridtron.evaluate.in_training import InTraining
-            from hybridtron.interop.phase_exports import PhaseExports
-            from hybridtron.train.run import run
+            with lean_imports.uncollected():  # imports torch, which the checks do without
+                from hybridtron.evaluate.in_training import InTraining
+                from hybridtron.interop.phase_exports import PhaseExports
+                from hybridtron.train.run import run
 
             if config.run.evaluate is not None:
                 hooks.insert(0, InTraining(plan))

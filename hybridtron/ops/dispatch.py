@@ -62,8 +62,8 @@ def left_to_torch_compile() -> str | None:
 def untraced(function: Function) -> Function:
     """Wrap a function so that torch.compile calls it without tracing it.
 
-    `torch.compiler.disable` does this, but calling it imports the compiler, for which a program that only runs an
-    exported model would wait. So it is called only if the compiler is imported already.
+    `torch.compiler.disable` does this, but calling it imports the compiler, a third of all that training imports. So
+    it is called only if the compiler is imported already.
     """
     left: list[Any] = []
 

@@ -123,5 +123,5 @@ def test_gathering_ahead_with_virtual_stages_is_refused_over_gloo(alone: Groups)
     config = small_run()
     config.parallel = ParallelConfig(pipeline=2, virtual_pipeline=2, overlap_param_gather=True)
     with pytest.raises(ConfigError) as refused:
-        data_parallel([], config, torch.float32)
+        data_parallel([], config, alone, torch.float32)
     assert [(p.key, p.code) for p in refused.value.problems] == [("parallel.overlap_param_gather", "unsupported")]

@@ -1,0 +1,94 @@
+"""Packages that are hidden during one package's import, and available again afterwards."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from hybridtron.cli import lean_imports
+
+LIKE_MEGATRON = """
+import torch
+try:
+    import a_logger
+except ImportError:
+    a_logger = None
+
+@torch.compile
+def fused(x):
+    return x + 1
+"""
+
+
+@pytest.fixture
+def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A package that looks for a logger and compiles a function, imported so."""
+    (tmp_path / "a_logger.py").touch()
+    (tmp_path / "like_megatron").mkdir()
+    (tmp_path / "like_megatron" / "__init__.py").write_text(LIKE_MEGATRON)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(lean_imports, "LOOKED_FOR", "like_megatron")
+    monkeypatch.setattr(lean_imports, "HIDDEN", ("a_logger",))
+    lean_imports.install()
+    lean_imports.install()
+    yield importlib.import_module("like_megatron")
+    for name in ("like_megatron", "a_logger"):
+        sys.modules.pop(name, None)
+
+
+def test_what_is_not_used_is_neither_imported_nor_compiled(core: ModuleType) -> None:
+    assert core.a_logger is None
+    assert type(core.fused) is type(lambda: None)
+    assert core.fused(1) == 2
+
+
+def test_afterwards_all_is_as_before(core: ModuleType) -> None:
+    assert importlib.import_module("a_logger").__file__
+    assert torch.compile.__module__ == "torch"
+    assert type(core.__spec__.loader).__name__ == "SourceFileLoader"
+    assert core.__path__
+    assert sum(isinstance(each, lean_imports.LeanFinder) for each in sys.meta_path) == 1
+
+
+def test_a_package_that_is_absent_stays_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(lean_imports, "LOOKED_FOR", "no_such_package")
+    lean_imports.install()
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        importlib.import_module("no_such_package")
+
+
+def test_no_garbage_is_looked_for_while_a_program_imports() -> None:
+    with lean_imports.uncollected():
+        assert not gc.isenabled()
+        with lean_imports.uncollected():
+            pass
+        assert not gc.isenabled(), "as it was before"
+    assert gc.isenabled()
+
+
+def test_a_program_makes_an_optimizer_without_a_compiler() -> None:
+    code = f"""
+import sys
+from hybridtron.cli import lean_imports
+lean_imports.install()
+import torch, hybridtron.ops.registry, {lean_imports.LOOKED_FOR}
+weight = torch.ones(1, requires_grad=True)
+weight.sum().backward()
+optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0, fused=True)
+optimizer.load_state_dict(optimizer.state_dict())
+optimizer.step()
+optimizer.zero_grad()
+assert abs(weight.item() - 0.5) < 1e-6, "Adam's first step is the learning rate"
+assert not {{"torch._dynamo", "torch._inductor"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -20,7 +20,10 @@ from hybridtron.requirements import demand, hide_known_warnings
 COMMANDS = {
     "train": ("train:program", "train a model, or resume a run"),
     "inspect": ("inspect_config:main", "layers, parameters, FLOPs, memory and layout of a configuration"),
-    "rehearse": ("rehearse:main", "a training step on a GPU that is not there: memory, traffic, waits, a time"),
+    "rehearse": (
+        "rehearse:main",
+        "simulate a GPU's training step without a GPU: memory, traffic, syncs, estimated time",
+    ),
     "doctor": ("doctor:main", "what is installed, what is missing, and which kernels will run"),
     "data prepare": ("prepare_data:main", "text or tokens into a folder that training reads"),
     "data verify": ("verify_data:main", "check every byte of a folder of prepared tokens"),

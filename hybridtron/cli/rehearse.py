@@ -39,7 +39,7 @@ from hybridtron.requirements import demand
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="hybridtron rehearse", description="A training step on a GPU that is not there."
+        prog="hybridtron rehearse", description="Simulate a GPU's training step without a GPU."
     )
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them: recipe=samba_421m"

@@ -12,7 +12,7 @@ Record = dict[str, Any]
 SCALARS = 10**5  # bytes of norms and losses that ranks exchange in a step; no plan counts them
 INTRODUCTION = """# Rehearsed steps
 
-One training step of every recipe under six layouts, run on {gpu} that is not there: made by `make rehearse` from the
+One training step of every recipe under six layouts, simulated on {gpu}: made by `make rehearse` from the
 code that the last column names, by the digest of its files (`{digest}`: the code that wrote this page). **No time here
 was measured**: tokens/s and MFU are those of the model that [docs/rehearse.md](../docs/rehearse.md) describes, of the
 slowest rank. Memory is what tensors hold at the most, and traffic what a rank sends in a step, beside what `hybridtron

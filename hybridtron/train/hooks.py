@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridtron.config.schema import Config
-from hybridtron.problems import Code, Problem, did_you_mean
+from hybridtron.problems import Problem, Unusable, did_you_mean
 from hybridtron.train.metrics import Decision, StepMetrics
 
 if TYPE_CHECKING:
@@ -154,20 +154,13 @@ def load_hooks(entries: Sequence[Any], key: str = "run.hooks") -> tuple[list[Hoo
     for number, entry in enumerate(entries):
         try:
             hooks.append(_hook_of(entry))
-        except _NoHook as fault:
+        except Unusable as fault:
             problems.append(Problem(f"{key}.{number}", fault.code, str(fault)))
     return hooks, problems
 
 
-class _NoHook(Exception):
-    """Raised for an entry of `run.hooks` that names no usable hook; the message has the reason and a cure."""
-
-    def __init__(self, code: Code, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 def _hook_of(entry: Any) -> Hook:
+    """Import and make the hook that an entry names. Raises Unusable."""
     path, options = _parsed(entry)
     module_name, _, name = path.rpartition(".")
     with _working_folder_last():
@@ -175,30 +168,27 @@ def _hook_of(entry: Any) -> Hook:
             module = importlib.import_module(module_name)
         except Exception as error:
             cure = f"put the module into {Path.cwd()} or install it, and mend it if `python -c 'import ...'` fails too"
-            raise _NoHook(
-                "unavailable", f"names {path}, whose module can't be imported ({_reason(error)}): {cure}"
-            ) from error
+            fault = f"names {path}, whose module can't be imported ({_reason(error)}): {cure}"
+            raise Unusable(fault, code="unavailable") from error
     hook_class = getattr(module, name, None)
     if hook_class is None:
         near = did_you_mean(name, [known for known, value in vars(module).items() if _is_hook(value)])
-        raise _NoHook(
-            "unknown-name", f"names {path}, and {module_name} has no {name}{near}: name a class of that module"
-        )
+        fault = f"names {path}, and {module_name} has no {name}{near}: name a class of that module"
+        raise Unusable(fault, code="unknown-name")
     if not _is_hook(hook_class):
         cure = "derive it from hybridtron.train.hooks.Hook"
-        raise _NoHook("wrong-type", f"names {path}, which is not a hook but {type(hook_class).__name__} {name}: {cure}")
+        fault = f"names {path}, which is not a hook but {type(hook_class).__name__} {name}: {cure}"
+        raise Unusable(fault, code="wrong-type")
     try:
         return hook_class(**options)
     except Exception as error:
         cure = "set the options that its __init__ takes, as {MODULE.CLASS: {OPTION: VALUE}}"
-        raise _NoHook(
-            "unsupported",
-            f"names {path}, which can't be made with {options or 'no options'} ({_reason(error)}): {cure}",
-        ) from error
+        fault = f"names {path}, which can't be made with {options or 'no options'} ({_reason(error)}): {cure}"
+        raise Unusable(fault, code="unsupported") from error
 
 
 def _parsed(entry: Any) -> tuple[str, dict[str, Any]]:
-    """Split an entry into the class's path and its options."""
+    """Split an entry into the class's path and its options. Raises Unusable."""
     path = entry
     options: Any = {}
     if isinstance(entry, dict) and len(entry) == 1:
@@ -207,7 +197,7 @@ def _parsed(entry: Any) -> tuple[str, dict[str, Any]]:
     is_path = isinstance(path, str) and path.count(".") > 0 and all(part.isidentifier() for part in path.split("."))
     if not is_path or not are_options:
         cure = "write MODULE.CLASS, or {MODULE.CLASS: {OPTION: VALUE}} with options"
-        raise _NoHook("malformed", f"is {entry!r}, which names no class: {cure}")
+        raise Unusable(f"is {entry!r}, which names no class: {cure}", code="malformed")
     return path, dict(options or {})
 
 

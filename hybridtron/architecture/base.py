@@ -70,6 +70,19 @@ class Sharded(ABC):
         return [cut for cut in cuts if cut is not None]
 
 
+def groups_of_heads(used: range, heads: int, groups: int) -> slice | list[int]:
+    """Return the indices of the groups that some of `heads` heads use, if these share `groups` groups evenly.
+
+    If each group serves equally many of the heads, this is a slice with one entry per group, so that indexing makes no
+    copy. Otherwise it is a list with one entry per head.
+    """
+    group_of_head = [head * groups // heads for head in used]
+    distinct = range(group_of_head[0], group_of_head[-1] + 1)
+    if all(group_of_head.count(group) * len(distinct) == len(used) for group in distinct):
+        return slice(distinct.start, distinct.stop)
+    return group_of_head
+
+
 @dataclass(frozen=True)
 class LayerOwner:
     """One sub-layer, by its index in the model."""

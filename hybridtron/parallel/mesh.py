@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from hybridtron.architecture.base import DENSE, Cut
+from hybridtron.architecture.base import DENSE, Cut, groups_of_heads
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,9 @@ class RankGroup:
         return total // self.size
 
     def groups_used(self, heads: int, groups: int) -> slice | list[int]:
-        """Return the indices of the replicated head groups that this rank's heads use.
-
-        If each group serves equally many of the rank's heads, this is a slice with one entry per group, so that
-        indexing makes no copy. Otherwise it is a list with one entry per head.
-        """
-        own_heads = self.share(heads)
-        used = [head * groups // heads for head in range(self.rank * own_heads, (self.rank + 1) * own_heads)]
-        distinct = range(used[0], used[-1] + 1)
-        evenly = all(used.count(group) * len(distinct) == own_heads for group in distinct)
-        if evenly:
-            return slice(distinct.start, distinct.stop)
-        return used
+        """Return the indices of the replicated head groups that this rank's heads use (`groups_of_heads`)."""
+        share = self.share(heads)
+        return groups_of_heads(range(self.rank * share, (self.rank + 1) * share), heads, groups)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from hybridtron.architecture.base import Cut, StatePart
+from hybridtron.architecture.base import Cut, StatePart, groups_of_heads
 from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import NOISE, ResolvedPhase
 from hybridtron.config.schema import ParallelConfig, StateMode
@@ -66,11 +66,9 @@ def _most_held(cut: Cut, whole: int, ranks: int) -> int:
     """Return how many of the entries along an axis the fullest rank holds."""
     if cut.readers is None:
         return whole // ranks
-    readers_of_rank = cut.readers // ranks
+    share = cut.readers // ranks
     most = 0
-    for first in range(0, cut.readers, readers_of_rank):
-        used = [head * whole // cut.readers for head in range(first, first + readers_of_rank)]
-        distinct = sorted(set(used))
-        evenly = all(used.count(head) * len(distinct) == readers_of_rank for head in distinct)
-        most = max(most, len(distinct) if evenly else readers_of_rank)
+    for first in range(0, cut.readers, share):
+        used = groups_of_heads(range(first, first + share), cut.readers, whole)
+        most = max(most, used.stop - used.start if isinstance(used, slice) else len(used))
     return most

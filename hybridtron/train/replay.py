@@ -51,7 +51,7 @@ class Replay:
     def run(self, implementations: Mapping[str, str]) -> Replayed:
         """Repeat the forward and backward passes with these implementations of ops."""
         batches = [batch.to(self.engine.device) for batch in self.refused.batches]
-        with force_on_all_threads(implementations), megatron_context():
+        with force_on_all_threads(implementations):
             loss = self.engine.forward_backward(batches, self.number)
             norms = self.engine.optimizer.norms()
             squares = self.engine.optimizer.squared_norm().item()

@@ -101,8 +101,8 @@ def _key_rounds(part: StatePart, phase: ResolvedPhase) -> Iterator[Round]:
     length = phase.settings.seq_len // context
     if part.handed == "sets":  # in as many slots as are needed and as a share has tokens
         slots = min(part.shape[0] or length, length)
-        each = part_bytes(_of_length(part, slots), phase) * rows
-        yield from (Round(hop, each, part.dtype is None) for hop in range(1, context))
+        sent_bytes = part_bytes(_of_length(part, slots), phase) * rows
+        yield from (Round(hop, sent_bytes, part.dtype is None) for hop in range(1, context))
     elif part.handed == "sum":  # with what it is multiplied by
         yield from (Round(hop, 2 * part_bytes(part, phase) * rows, False) for hop in _hops(context))
     elif part.handed == "tail":

@@ -1,3 +1,3 @@
-"""Distributed pretraining of SSM/attention hybrids. README.md in this folder is a map of the package."""
+"""Distributed pretraining of SSM/attention hybrids. README.md in this folder is the package's map."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Entry point of `python -m hybridtron` and `torchrun -m hybridtron train ...`, equal to the command `hybridtron`."""
+"""Runs the command `hybridtron` for `python -m hybridtron` and `torchrun -m hybridtron train ...`."""
 
 import sys
 

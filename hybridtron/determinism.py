@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-# cuBLAS, NCCL and kernels of other packages sum in no fixed order by default. Variables that the user has set stay.
+# Environment variables that make cuBLAS, NCCL and kernels of other packages sum in a fixed order. If the user has set
+# such a variable, its value is kept, even if results are then not reproducible.
 FIXED_ORDER = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -20,9 +21,10 @@ FIXED_ORDER = {
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Make results bit-reproducible in the block, if `wanted`. torch raises for ops that can't be.
+    """Make results bit-reproducible in the block, if `wanted` is True.
 
-    The environment variables of FIXED_ORDER stay set after the block.
+    Inside the block, torch raises an error for an operation without a deterministic implementation. The environment
+    variables in FIXED_ORDER stay set after the block.
     """
     if not wanted:
         yield

@@ -1,7 +1,8 @@
 """Limits of single configuration values, declared at a field: `skips: Annotated[int, at_least(1)] = 5`.
 
-A limit checks one value by itself. Rules that involve several keys are in `config/check.py`, and those between options
-of a mixer are in its spec. A value of `null` satisfies every limit. In a list or dictionary, every entry is checked.
+A limit checks one value by itself. Rules that involve several keys are in `config/check.py`, and rules between a
+mixer's options are in the mixer's spec. A value of `null` satisfies every limit. In a list or dictionary, every entry
+is checked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hybridtron.problems import Code, Problem, did_you_mean
 
 
 class Fault(NamedTuple):
-    """Fault of a value: its kind, and the message."""
+    """Reason why a value is not allowed: a code for the fault's kind, and a message."""
 
     code: Code
     message: str
@@ -31,7 +32,10 @@ Limit = Callable[[Any], Fault | None]  # returns the fault of a value, or None i
 
 
 def must_be(fits: Callable[[Any], bool], rule: str, note: str = "", *, code: Code = "out-of-range") -> Limit:
-    """Build a limit with messages such as `is 0, must be at least 1 (leave it out for all)`."""
+    """Build a limit from a function `fits`, which returns True for allowed values.
+
+    The message for other values has the value, `rule` and `note`: `is 0, must be at least 1 (leave it out for all)`.
+    """
 
     def fault(value: Any) -> Fault | None:
         if fits(value):
@@ -67,7 +71,7 @@ def matching(pattern: str, form: str) -> Limit:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """A limit to names; docs/keys.md lists them as the type of the key."""
+    """A limit that allows only certain names. docs/keys.md lists these names as the key's type."""
 
     names: Collection[str]
 
@@ -87,7 +91,7 @@ def not_empty(cure: str) -> Limit:
 
 
 def readable_by(parse: Callable[[str], int], least: int = 1) -> Limit:
-    """Build a limit on text that `parse` must turn into a number of at least `least`."""
+    """Build a limit on texts: a text is allowed if `parse` returns a number of at least `least` for it."""
 
     def fault(text: str) -> Fault | None:
         try:
@@ -101,7 +105,10 @@ def readable_by(parse: Callable[[str], int], least: int = 1) -> Limit:
 
 
 def possible_path(path: str) -> Fault | None:
-    """Limit on paths: return a fault if no file can have this path. The file need not exist."""
+    """Return a fault if no file can have this path, for example because the path is too long.
+
+    The file need not exist. This function is itself a limit, for fields that hold a path.
+    """
     try:
         Path(path).stat()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -116,14 +123,19 @@ def possible_path(path: str) -> Fault | None:
 
 
 def path_of(text: str) -> Path:
-    """Parse a path, for argparse. Refuses text that can't be a path."""
+    """Parse a path, for argparse. Raises ArgumentTypeError for a text that can't be a path."""
     if (fault := possible_path(text)) is not None:
         raise argparse.ArgumentTypeError(fault.message)
     return Path(text)
 
 
 def limit_problems(value: Any, key: str = "", limits: tuple[Limit, ...] = ()) -> Iterator[Problem]:
-    """Yield a problem for each value beyond its limits, in a dataclass, list or dictionary and all that it holds."""
+    """Yield a problem for each value that violates a limit.
+
+    `value` may be a single value, or a dataclass, list or dictionary, whose values are checked recursively. A dataclass
+    field has the limits in its annotation. `limits` apply to a single value, or to each entry of a list or dictionary.
+    `key` is the path to `value` in the configuration.
+    """
     if dataclasses.is_dataclass(value):
         inner = [(name, getattr(value, name), of_field) for name, of_field in _limits(type(value)).items()]
     elif isinstance(value, dict):
@@ -140,7 +152,7 @@ def limit_problems(value: Any, key: str = "", limits: tuple[Limit, ...] = ()) ->
 
 @functools.cache
 def _limits(schema: type) -> dict[str, tuple[Limit, ...]]:
-    """Return a dataclass's limits by field. Cached, since evaluating annotations is slow."""
+    """Return the limits of a dataclass by field. Cached, because evaluating annotations is slow."""
     hints = typing.get_type_hints(schema, include_extras=True)
     return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(schema)}
 
@@ -154,7 +166,10 @@ def disordered(options: object, low: str, high: str) -> Iterator[Problem]:
 
 
 def divisors_near(whole: int, size: int) -> list[int]:
-    """Return the largest divisor of `whole` below `size`, and the smallest above it up to 2 * size, if they exist."""
+    """Return the divisors of `whole` next to `size`: the largest below, and the smallest above, up to 2 * size.
+
+    The list may lack either number.
+    """
     divisors = [d for d in range(1, min(whole, 2 * size) + 1) if whole % d == 0]
     below = [d for d in divisors if d < size][-1:]
     above = [d for d in divisors if d > size][:1]
@@ -162,7 +177,7 @@ def divisors_near(whole: int, size: int) -> list[int]:
 
 
 def is_folder(path: str) -> bool:
-    """Return True if a folder exists. An impossible name (too long, or with a NUL) gives False."""
+    """Return True if a folder exists. For a name that no folder can have (too long, or with a NUL), return False."""
     return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises for a name that is too long)
 
 

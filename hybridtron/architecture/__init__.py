@@ -1,4 +1,7 @@
-"""Registry of mixer specs by the `kind` that a recipe writes. Each spec names the module that implements it."""
+"""Registry of mixer specs: the spec class for each `kind` in a recipe's `model.layers`.
+
+A spec describes a mixer without torch. It names the torch module in `mixers/` that implements the mixer.
+"""
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec

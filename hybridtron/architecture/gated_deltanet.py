@@ -1,9 +1,10 @@
 """Gated DeltaNet: the delta rule with one decay per head. Yang, Kautz and Hatamizadeh 2025.
 
-    a, b = ab_proj(u)                                                       one number per head each
+    a, b = ab_proj(u)                                                       one a and one b per head
 
-Everything else is as in `delta_rule`. With `key_heads`, several heads share queries and keys, but each has its own
-values, state and decays: head h uses key head h // (heads / key_heads), as in Qwen3-Next.
+u is the mixer's input. a gives the decays and b the step sizes; `delta_rule.py` has the recurrence and everything else.
+With `key_heads`, as in Qwen3-Next, several heads share queries and keys, but each head has its own values, state and
+decays: head h uses key head h // (heads / key_heads).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class GatedDeltaNetSpec(DeltaRuleSpec):
     kind: ClassVar[str] = "gated_deltanet"
     module: ClassVar[str] = "hybridtron.mixers.gated_deltanet:GatedDeltaNet"
 
-    key_heads: Annotated[int | None, at_least(1)] = None  # heads of queries and keys; null: as many as of values
+    key_heads: Annotated[int | None, at_least(1)] = None  # number of query heads and of key heads; null: `heads`
     expand_k: Annotated[float, above(0)] = 0.75  # key channels of all key heads, in multiples of the model's width
     expand_v: Annotated[float, above(0)] = 1.5  # value channels of all heads, in multiples of the model's width
 
@@ -43,7 +44,7 @@ class GatedDeltaNetSpec(DeltaRuleSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return flash-linear-attention's names."""
+        """Return the weights' names in flash-linear-attention, where a and b have separate projections."""
         return super().exported_names(model) | {f"{part}_proj.weight": (f"ab_proj.weight.{part}",) for part in "ab"}
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:

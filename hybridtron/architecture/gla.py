@@ -1,10 +1,11 @@
-"""Gated linear attention: a state per head whose key channels each decay at their own rate. Yang et al. 2024.
+"""Gated linear attention (GLA): a state per head, with a data-dependent decay per key channel. Yang et al. 2024.
 
-    g = log sigmoid(up(down(u)) + bias) / 16
+    g = log sigmoid(gate_up(gate_down(u)) + gate_bias) / gate_divisor
     h_t = diag(exp(g_t)) h_{t-1} + k_t v_t^T;   y_t = h_t^T q_t / sqrt(key channels of a head)
 
-Everything else is as in `linear_attention`. Samba's Sliding GLA combines it with window attention, with heads of 384
-value channels.
+u is the mixer's input. g_t has one log decay per key channel; h is a head's state, a matrix with one row per key
+channel. `linear_attention.py` describes the projections to q, k and v, the norm and the output gate. Samba's Sliding
+GLA combines GLA with window attention, and has 384 value channels per head.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class GLASpec(LinearAttentionSpec):
     chunk: ClassVar[int] = 64
 
     expand_k: Annotated[float, above(0)] = 0.5  # key channels of all heads, in multiples of the model's width
-    gate_rank: Annotated[int, at_least(1)] = 16  # inner size of the projection to the decays
-    gate_divisor: Annotated[float, above(0)] = 16.0  # divisor of the log decays: a larger one forgets less
+    gate_rank: Annotated[int, at_least(1)] = 16  # inner size of the low-rank projection to the decays
+    gate_divisor: Annotated[float, above(0)] = 16.0  # divisor of the log decays; larger: slower decay
 
     def transition(self, model: ModelSizes) -> int:
         return self.channels(model)[0]
@@ -38,7 +39,7 @@ class GLASpec(LinearAttentionSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         keys, _ = self.channels(model)
-        # every rank computes the decays' small input in full, and uses it for its own heads
+        # every rank computes all `gate_rank` outputs, and uses them for its own heads
         down = replace(linear(self.gate_rank, model.width, fp8=False), cuts=(), partial_gradient=True)
         return super().parameters(model) | {
             "gate_down.weight": down,
@@ -47,7 +48,10 @@ class GLASpec(LinearAttentionSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return flash-linear-attention's names; its gk_proj is a pair of projections here."""
+        """Return the weights' names in flash-linear-attention.
+
+        Its gk_proj, a sequence of two projections, is renamed gk_down_proj and gk_up_proj.
+        """
         return super().exported_names(model) | {
             "gk_down_proj.weight": ("gate_down.weight",),
             "gk_up_proj.weight": ("gate_up.weight",),
@@ -55,5 +59,5 @@ class GLASpec(LinearAttentionSpec):
         }
 
     def activation_values(self, model: ModelSizes) -> int:
-        # in fp32 the decays' input and their logarithms; the small projection
+        # the decays' logits and the log decays, in fp32; gate_down's output
         return super().activation_values(model) + 2 * model.wide * self.channels(model)[0] + self.gate_rank

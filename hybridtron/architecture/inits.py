@@ -1,4 +1,4 @@
-"""Initialisation rules as names and numbers, without torch. `model/init.py` fills tensors with them."""
+"""Initialisation rules of weights, as dataclasses without torch. `model/init.py` fills tensors by these rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant value everywhere."""
+    """The given value for every element."""
 
     value: float
 
@@ -28,22 +28,28 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Projection(Uniform):
-    """Uniform initialisation of a projection; `model.init` may replace it everywhere."""
+    """Uniform initialisation for a projection.
+
+    The class marks the weights that get another initialisation under `model.init: lit_gpt`.
+    """
 
 
 @dataclass(frozen=True)
 class OutputProjection(Uniform):
-    """Uniform initialisation of a sub-layer's output projection; `model.init` may replace it everywhere."""
+    """Uniform initialisation for a sub-layer's output projection.
+
+    The class marks the weights that get another initialisation under `model.init: lit_gpt`.
+    """
 
 
 @dataclass(frozen=True)
 class LogRange:
-    """log 1, log 2, ..., log n along the last axis: S4D-Real's A_log."""
+    """Logarithms of 1, 2, ..., n along the last axis, whose size is n: Mamba-1's A_log, as in S4D-Real."""
 
 
 @dataclass(frozen=True)
 class LogUniform:
-    """Logarithms of values that are uniform on [low, high]: A_log of Mamba-2."""
+    """Logarithms of values drawn uniformly from [low, high]: Mamba-2's A_log."""
 
     low: float
     high: float
@@ -51,7 +57,7 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class InverseSoftplus:
-    """Values whose softplus is log-uniform on [low, high]: the step sizes of Mamba."""
+    """Values whose softplus is log-uniform on [low, high]: Mamba's dt_bias."""
 
     low: float
     high: float
@@ -59,16 +65,19 @@ class InverseSoftplus:
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """Orthogonal rows (or columns, if there are fewer) of this length, for a projection; 0: zeros."""
+    """Orthogonal rows (or columns, if there are fewer columns than rows), each with L2 norm `length`.
+
+    Length 0 means zeros.
+    """
 
     length: float
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """first + (last - first) (i / (n - 1))^exponent for i = 0, ..., n - 1, along all n values of the tensor.
+    """Deterministic values from `first` to `last` over the flattened tensor, along a power of the index.
 
-    `zigzag` times 0, 1, -1, 0, 1, -1, ... is added.
+    Element i of n is first + (last - first) (i / (n - 1))^exponent, plus `zigzag` times 0, 1, -1, 0, 1, -1, ...
     """
 
     first: float
@@ -79,7 +88,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Rows:
-    """A separate ramp for each row along the first axis."""
+    """A separate ramp for each index on the first axis."""
 
     starts: tuple[Ramp, ...]
 

@@ -1,9 +1,11 @@
 """Kimi Delta Attention (KDA): the delta rule with a decay per key channel. Kimi team 2025.
 
-    a = decay_up(decay_down(u)),   b = b_proj(u)                        one number per key channel; one per head
-    z = gate_up(gate_down(u)),   and the gate is sigmoid(z)             inner size of both: a head's value channels
+    a = decay_up(decay_down(u)),   b = b_proj(u)                        one a per key channel; one b per head
+    z = gate_up(gate_down(u))                                           the output gate is sigmoid(z)
 
-Everything else is as in `delta_rule`. Kimi Linear combines it with attention without positions.
+u is the mixer's input. a gives the decays and b the step sizes; `delta_rule.py` has the recurrence and everything else.
+The low-rank projections to a and to z both have an inner size equal to a head's value channels. Kimi Linear combines
+KDA with attention without positions.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class KDASpec(DeltaRuleSpec):
         return self.channels(model)[0]
 
     def rank(self, model: ModelSizes) -> int:
-        """Return the inner size of the projections to decays and gate."""
+        """Return the inner size of the low-rank projections to decays and gate."""
         return self.head_sizes(model)[1]
 
     def projected(self, model: ModelSizes) -> tuple[tuple[str, int], ...]:
@@ -34,7 +36,7 @@ class KDASpec(DeltaRuleSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         (keys, values), rank = self.channels(model), self.rank(model)
-        # every rank computes the small inputs of decays and gate in full, and uses them for its own heads
+        # not sharded: every tensor-parallel rank computes the whole inner vector, and uses it for its own heads
         down = replace(linear(rank, model.width, fp8=False), cuts=(), partial_gradient=True)
         return super().parameters(model) | {
             "decay_down.weight": down,
@@ -45,7 +47,7 @@ class KDASpec(DeltaRuleSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return the names in Kimi Linear's code; in flash-linear-attention each pair of projections is a sequence."""
+        """Return the weights' names in Kimi Linear's code."""
         return super().exported_names(model) | {
             "f_a_proj.weight": ("decay_down.weight",),
             "f_b_proj.weight": ("decay_up.weight",),
@@ -55,5 +57,6 @@ class KDASpec(DeltaRuleSpec):
         }
 
     def activation_values(self, model: ModelSizes) -> int:
-        # a sigmoid keeps what it makes, and not the gate's projection
+        # The base counts z and silu(z), but sigmoid saves only its output for the backward pass, not z. Inner vectors
+        # of the two low-rank projections are added.
         return super().activation_values(model) - self.channels(model)[1] + 2 * self.rank(model)

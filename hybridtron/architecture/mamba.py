@@ -1,7 +1,11 @@
 """Mamba-1 (S6): a selective state space after a causal convolution. Gu and Dao 2023; Samba, section 2.1.
 
-x, z = in_proj(u);  x = silu(conv(x));  dt, B, C = x_proj(x);  dt = softplus(dt_proj(dt) + dt_bias)
-h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t;  y_t = C_t h_t + D x_t;  out_proj(y * silu(z))
+    x, z = in_proj(u);  x = silu(conv(x));  dt, B, C = x_proj(x);  dt = softplus(dt_proj(dt) + dt_bias)
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t;  y_t = C_t h_t + D x_t                              A = -exp(A_log)
+    out_proj(y * silu(z))
+
+u is the mixer's input, z the output gate. The recurrence runs for each inner channel by itself: h, x, dt (the step
+size), A and D are the channel's own, B and C are common to all channels. h, A, B and C are vectors of `state` entries.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class MambaSpec(RecurrenceSpec):
-    """Options of a Mamba-1 mixer. `state` is the size n; `dt_rank` None means width / 16, rounded up."""
+    """Options of a Mamba-1 mixer, with optional sparse attention (`sparse.py`)."""
 
     kind: ClassVar[str] = "mamba"
     module: ClassVar[str] = "hybridtron.mixers.mamba:Mamba"
@@ -29,10 +33,10 @@ class MambaSpec(RecurrenceSpec):
     copied: ClassVar[tuple[str, ...]] = ("x_proj.weight.B", "x_proj.weight.C")
     projects_input: ClassVar[bool] = True
 
-    state: Annotated[int, at_least(1)] = 16  # state size n per channel
+    state: Annotated[int, at_least(1)] = 16  # state entries per inner channel
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
     conv: Annotated[int, at_least(2)] = 4  # taps of the causal convolution
-    # inner size of the projection to dt; null: width / 16, rounded up
+    # inner size of the low-rank projection to dt; null: width / 16, rounded up
     dt_rank: Annotated[int | None, at_least(1, "leave it out for width / 16")] = None
     dt_min: float = 0.001  # smallest initial step size
     dt_max: float = 0.1  # largest initial step size
@@ -69,7 +73,7 @@ class MambaSpec(RecurrenceSpec):
         return BranchSizes(self.state, self.inner(model), groups=1, heads=self.inner(model))
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return the names of the reference implementation, which transformers uses too."""
+        """Return the weights' names in the authors' implementation, which are also those in transformers."""
         names = super().exported_names(model)
         moved = {"conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "dt_proj.bias": "dt_bias"}
         return names | {theirs: names.pop(ours) for theirs, ours in moved.items()}
@@ -78,13 +82,13 @@ class MambaSpec(RecurrenceSpec):
         return super().exported_options(model) | {"dt_rank": self.rank(model)}
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        # exp(dt A): 1, times dt B x: 2, the recurrence: 2, times C and sum: 2
+        # operations for each state entry: exp(dt A): 1; dt B x: 2; the recurrence: 2; times C, and the sum: 2
         return super().flops(model, seq_len) | {"scan": 7 * self.inner(model) * self.state}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # x and z, conv output, dt, the scan's gated output, the small dt, B, C; an fp32 state every 128 tokens
+        # x, z, the convolved x, dt, the gated output; dt before dt_proj, B and C; the fp32 state at every 128th token
         states = model.wide * self.inner(model) * self.state // 128
-        gated = 0 if self.sparse is None else 2 * self.inner(model)  # the attended values and their gate
+        gated = 0 if self.sparse is None else 2 * self.inner(model)  # the sparse attention's output and its gate
         return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states + gated + self.branch_values(model)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:

@@ -1,10 +1,11 @@
 """Retention: a state per head that decays at a fixed rate, read by rotated queries. RetNet, Sun et al. 2023.
 
     q, k -> RoPE;   h_t = gamma h_{t-1} + k_t v_t^T;   y_t = h_t^T q_t / sqrt(key channels of a head)
-    gamma = 1 - 2^(-5 - head)
+    gamma = 1 - 2^(-5 - head)                                                    `head` counts the heads from 0
 
-Everything else is as in `linear_attention`. The paper calls the rotation and gamma^(i - j) together xPos; it has no
-other scale. Samba's Sliding RetNet combines it with window attention, with half as many heads as the attention.
+h is a head's state. `linear_attention.py` describes the projections to q, k and v, the norm and the output gate. Scores
+depend on positions only by RoPE and by the decay gamma^(i - j) between tokens i and j; the paper calls both together
+xPos. Samba's Sliding RetNet combines retention with window attention, and has half as many heads for retention.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class RetNetSpec(LinearAttentionSpec):
-    """Options of a retention mixer; its recurrence is computed by Mamba-2's op."""
+    """Options of a retention mixer. Mamba-2's op computes the recurrence."""
 
     kind: ClassVar[str] = "retnet"
     module: ClassVar[str] = "hybridtron.mixers.retnet:RetNet"

@@ -1,18 +1,22 @@
 """Attention and an MLP whose weights are shared by all sub-layers of their letter, as in Zamba2 (Glorioso et al. 2024).
 
-    u = RMSNorm([x, e])                     x the stream, e the initial embedding, concatenated
-    q, k, v = u (W_q + B_q A_q), ...        with `adapt_attention`; otherwise u W_q, ...
-    a = out(softmax(q k^T / sqrt(head_dim / 2)) v)                          rotary positions and windows as attention's
-    gate, up = RMSNorm(a) (W_gate_up + B A)
+    u = RMSNorm([x, e])                     x the residual stream, e the token embedding, concatenated
+    q, k, v = u (W_q + A_q B_q), ...        with `adapt_attention`; otherwise u W_q, ...
+    a = out(softmax(q k^T / sqrt(head_dim / 2)) v)            with the rotary positions and windows from `attention.py`
+    gate, up = RMSNorm(a) (W_gate_up + A B)
     t = linear(down(gelu(gate) * up))
 
-The block has no residual connection, and t is not added to the stream: only the next sub-layer reads it, as RMSNorm(x +
-t), and adds its own output to x. Each sub-layer has its own `linear` and low-rank A and B; all other weights exist once
-per letter. Two alternating sets of shared weights are therefore two letters. Unlike a phase's adapters, these low-rank
-pairs are part of the model.
+The block has no residual connection, and its output t is not added to the stream. Only the next sub-layer reads t: its
+input is RMSNorm(x + t), and it adds its own output to x.
 
-The weights stay out of FP8, because FP8 is chosen per layer, and shared weights belong to several layers. There are two
-kinds: `shared_attention` attends as `attention` does, and `shared_span` as `span`, with the same weights.
+Each sub-layer has its own `linear` and its own low-rank pairs A and B. All other weights exist once per letter in the
+layer pattern, so a model with two alternating sets of shared weights has two letters. The low-rank pairs belong to the
+model, unlike the adapters (`adapters.py`) that a training phase may add.
+
+No weight in the block is in FP8: whether FP8 is used is decided per layer, but shared weights belong to several layers.
+
+This file has two kinds of mixer with the same weights: `shared_attention` with the attention from `attention.py`, and
+`shared_span` with the attention from `span.py`.
 """
 
 from __future__ import annotations
@@ -31,15 +35,15 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class SharedBlockSpec(HeadsSpec):
-    """Options of the shared MLP and each sub-layer's own weights; `HeadsSpec` has those of attention."""
+    """Options for the shared MLP and for each sub-layer's own weights; `HeadsSpec` has the attention's options."""
 
     feeds_next: ClassVar[bool] = True
-    projects_input: ClassVar[bool] = False  # a norm reads stream and embedding first
+    projects_input: ClassVar[bool] = False  # the projections read the output of a norm
 
     # inner channels of the MLP; must be set
     hidden: Annotated[int, at_least(1, "4 times model.width is usual")] = 0
     rank: Annotated[int, at_least(1)] = 128  # inner width of each sub-layer's low-rank pairs
-    adapt_attention: bool = False  # low-rank pairs for queries, keys and values too, not for the MLP alone
+    adapt_attention: bool = False  # low-rank pairs for queries, keys and values too, in addition to those of the MLP
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width = model.width
@@ -58,9 +62,7 @@ class SharedBlockSpec(HeadsSpec):
         return {name: replace(weight, fp8=False) for name, weight in (shared | unshared).items()}
 
     def _pairs(self, model: ModelSizes, table: dict[str, Parameter]) -> dict[str, Parameter]:
-        """Return the low-rank pairs: A reads its projection's input, in full on every rank, and B is cut as the
-        projection is.
-        """
+        """Return the low-rank pairs A and B, by name. Each rank holds the full A; B is sharded like its projection."""
         beside = {"gate_up": table["gate_up.weight"]}
         if self.adapt_attention:
             keys = self.channels(model)[1]
@@ -88,15 +90,17 @@ class SharedBlockSpec(HeadsSpec):
         }
 
     def query_factor(self, head_dim: int) -> float:
-        return 2**0.5  # head_dim / 2 under the root, because only half of the input is the stream
+        # With this factor on queries, q k^T is divided by sqrt(head_dim / 2) instead of sqrt(head_dim). head_dim is
+        # doubled in this mixer, because the input has twice the model's width.
+        return 2**0.5
 
     @property
     def pairs(self) -> int:
-        """Number of low-rank pairs in a sub-layer."""
+        """Number of low-rank pairs in each sub-layer."""
         return 4 if self.adapt_attention else 1
 
     def activation_values(self, model: ModelSizes) -> int:
-        # what attention puts out, its norm; gate, up and their product; what enters `linear`
+        # a, RMSNorm(a) and the input of `linear`; gate, up, and gelu(gate) * up; the outputs of all A
         block = 3 * model.width + 3 * self.hidden
         return super().activation_values(model) + block + self.pairs * self.rank
 
@@ -112,7 +116,7 @@ class SharedBlockSpec(HeadsSpec):
 
 @dataclass(frozen=True)
 class SharedAttentionSpec(SharedBlockSpec, AttentionSpec):
-    """Options of the shared block with full or windowed attention."""
+    """Options for the shared block with full or windowed attention."""
 
     kind: ClassVar[str] = "shared_attention"
     module: ClassVar[str] = "hybridtron.mixers.shared_attention:SharedAttention"
@@ -120,7 +124,7 @@ class SharedAttentionSpec(SharedBlockSpec, AttentionSpec):
 
 @dataclass(frozen=True)
 class SharedSpanSpec(SharedBlockSpec, SpanSpec):
-    """Options of the shared block with span-expanded attention in training."""
+    """Options for the shared block with span-expanded attention in training."""
 
     kind: ClassVar[str] = "shared_span"
     module: ClassVar[str] = "hybridtron.mixers.shared_attention:SharedSpan"

@@ -1,7 +1,8 @@
-"""Shapes for the learning rate after its warm-up, by name, as `optim.schedule` selects them.
+"""Shapes of the learning rate after the warm-up; `optim.schedule` names a shape.
 
-A shape is a pure function of a step's position in its schedule, which spans a phase and the phases that carry on its
-rate. It returns 1 for the peak and 0 for the final rate. To add one, write a function and a line in `SHAPES`
+A shape maps a step's position in the schedule to a number from 0 to 1: 1 stands for the peak rate, 0 for the final rate
+(`optim.final_lr` times the peak), and other numbers interpolate linearly between these rates. A schedule covers a phase
+and all following phases with `lr_piece: carry_on`. To add a shape, write a function and add an entry to `SHAPES`
 (docs/extending.md). Nothing here needs torch.
 """
 
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 class LrPosition:
     """A step's position in its schedule, in tokens.
 
-    The run has read `tokens` out of the `whole` schedule after the step; the first `warmup` are the warm-up. `decay` is
-    the final decay's length, as `optim.decay` sets it; 0 for shapes without one.
+    tokens: tokens from the schedule's start, after `optim.hold`, to the step's end
+    warmup: length of the warm-up, which is at the schedule's start
+    whole: the schedule's length without `optim.hold`
+    decay: length of the decay at the schedule's end (`optim.decay`); 0 for shapes without `uses_decay`
     """
 
     tokens: int
@@ -26,13 +29,17 @@ class LrPosition:
     decay: int = 0
 
     def progress_since(self, start: int) -> float:
-        """Return the progress, which runs from 0 at `start` to 1 at the schedule's end."""
+        """Return the fraction of the tokens from `start` to the schedule's end that have been read, from 0 to 1."""
         return min(max((self.tokens - start) / max(self.whole - start, 1), 0.0), 1.0)
 
 
 @dataclass(frozen=True)
 class LrShape:
-    """A shape, with a flag for shapes that use `optim.decay`."""
+    """A shape for the learning rate.
+
+    height: function from a position to a number from 0 (final rate) to 1 (peak rate)
+    uses_decay: True if the shape depends on `optim.decay`
+    """
 
     height: Callable[[LrPosition], float]
     uses_decay: bool = False
@@ -44,22 +51,25 @@ class LrShape:
 
 
 def cosine(at: LrPosition) -> float:
-    """Return half a cosine from the end of the warm-up to the schedule's end."""
+    """Return the height of half a cosine wave, from 1 at the warm-up's end to 0 at the schedule's end."""
     return (1 + math.cos(math.pi * at.progress_since(at.warmup))) / 2
 
 
 def linear(at: LrPosition) -> float:
-    """Return a straight line from the end of the warm-up to the schedule's end."""
+    """Return a straight line's height, from 1 at the warm-up's end to 0 at the schedule's end."""
     return 1 - at.progress_since(at.warmup)
 
 
 def wsd(at: LrPosition) -> float:
-    """Return warm-up, stable, decay: the peak, then a straight line over the last `optim.decay` tokens."""
+    """Return 1 until the last `optim.decay` tokens, then the height of a straight line to 0.
+
+    The name stands for warm-up, stable, decay.
+    """
     return 1 - at.progress_since(at.whole - at.decay)
 
 
 def constant(_: LrPosition) -> float:
-    """Return the peak until the end; `optim.final_lr` has no effect."""
+    """Return 1, so that the rate stays at the peak; `optim.final_lr` has no effect."""
     return 1.0
 
 

@@ -1,4 +1,4 @@
-"""Parse and print readable amounts: `20B` tokens, `4M`, `1%` of a phase, and plain numbers."""
+"""Parse and format amounts with units: `20B` tokens, `500GB`, `1%` of a phase."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMS = "a number of tokens such as 4M, 20B or 3.2T"
 
 
 def parse_tokens(text: str) -> int:
-    """Parse tokens: `20B` -> 20000000000. Raises ValueError for any other form."""
+    """Parse a token count: `20B` -> 20000000000. Raises ValueError if the text has another form."""
     match = _AMOUNT.fullmatch(text)
     if match:
         amount = float(match[1].replace("_", "")) * _UNITS[match[2].upper()]
@@ -24,7 +24,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse bytes with decimal units: `500GB` -> 500000000000. Raises ValueError for any other form."""
+    """Parse bytes with decimal units: `500GB` -> 500000000000. Raises ValueError if the text has another form."""
     amount = text.strip().upper().removesuffix("B")
     units = {"G": "B", "M": "M", "K": "K", "T": "T"}
     try:
@@ -34,7 +34,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_share(text: str, whole: int) -> int:
-    """Parse tokens, or a share of `whole`: `1%` of 20B -> 200000000. Raises ValueError for any other form."""
+    """Parse a token count, or a share of `whole` tokens: `1%` of 20B -> 200000000.
+
+    Raises ValueError if the text has another form.
+    """
     if match := _SHARE.fullmatch(text):
         return round(min(float(match[1]) / 100, 1e6) * whole)
     try:
@@ -44,9 +47,9 @@ def parse_share(text: str, whole: int) -> int:
 
 
 def parse_steps(text: str, tokens_per_step: int) -> int:
-    """Parse steps from a plain number, or from tokens with a unit (rounded up, at least 1).
+    """Parse a step count (`1000`), or a token count with a unit (`4M`), which is converted to steps.
 
-    Raises ValueError for any other form.
+    The conversion rounds up. Raises ValueError if the text has another form.
     """
     try:
         amount = parse_tokens(text)

@@ -1,1 +1,1 @@
-"""Evaluation of trained models: tasks, perplexity and length instruments, with the conditions of each measurement."""
+"""Evaluates trained models: tasks, perplexity and length instruments, with each measurement's conditions."""

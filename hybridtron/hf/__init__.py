@@ -1,8 +1,9 @@
-"""The Hugging Face model class for models that no native class fits. Its files are shipped with every such export.
+"""The Hugging Face model class for models that no class in transformers fits.
 
-Importing this package registers the class with AutoConfig and AutoModel by its `model_type`. The files beside this one
-import nothing from hybridtron except each other and `mixers_hybridtron`. `interop/shipped_code` generates that module
-from the package, here as in an export.
+Importing this package registers the class with AutoConfig, AutoModel and AutoModelForCausalLM. The other files in this
+folder are shipped with each exported model of this class, where hybridtron need not be installed. They import nothing
+from hybridtron except each other and `mixers_hybridtron`. `interop/shipped_code.py` generates `mixers_hybridtron` from
+the code of hybridtron's mixers, for this package and for each exported model.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -1,4 +1,8 @@
-"""Configuration of a language model made of residual sub-layers: a pattern of letters, and the options of each."""
+"""Configuration for a language model made from residual sub-layers: a pattern of letters, and each letter's options.
+
+Each letter in the pattern, such as `M-W-`, is one sub-layer: norm, mixer, addition to the residual stream. A mixer is
+attention, a state-space recurrence or an MLP.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,16 @@ FOLLOWING = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", 
 
 
 class HybridtronConfig(transformers.PreTrainedConfig):
-    """`pattern` has one letter for each sub-layer; `layers` gives each letter its `kind` and that kind's options.
+    """Configuration for a hybridtron model.
 
-    The attributes for heads and window describe the first attention sub-layer, for tools that read them. The layers
-    read only their own options.
+    `pattern` has one letter for each sub-layer. `layers` gives, for each letter, its mixer's kind (`kind`) and the
+    options for that kind. `num_attention_heads`, `num_key_value_heads`, `head_dim` and `sliding_window` describe the
+    first attention sub-layer. They are for other tools; the model itself reads `layers`.
     """
 
     model_type = "hybridtron"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")  # the latter before transformers 5.24
+    # names of the cache in the model's output: `past_key_values` before transformers 5.24, then `cache`
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
 
     def __init__(
         self,

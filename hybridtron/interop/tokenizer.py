@@ -1,8 +1,10 @@
-"""The tokenizer of an exported folder: the run's own, with a pad token added if the vocabulary has a free id.
+"""The tokenizer of an exported folder: the checkpoint's tokenizer, with a pad token if the vocabulary has a free id.
 
-Padding with eos works, but fine-tuning then masks eos together with the padding, and the model unlearns to stop. bos is
-set to eos: documents are prepared without a start token, so in a row the token before a document is the previous
-document's eos. If the tokenizer has a bos token of its own, the model has never seen it.
+- eos: the token after each document. It is not used for padding if another token is available: fine-tuning masks the
+  padding, so with eos as padding the model would no longer learn to end a text.
+- bos: the folder names eos as bos, unless the chat template has a bos token. Training rows have no start token: the
+  token before a document is the eos of the document before. If the tokenizer has a bos token, the model has never seen
+  that token.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ KNOWN_PADS = (PAD, "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The special tokens' ids in config.json; None if unknown. bos is eos."""
+    """The ids of special tokens for config.json, or None if unknown. bos has the id of eos."""
 
     eos: int | None
     pad: int | None
 
     @property
     def shared(self) -> bool:
-        """True if padding uses eos, as it has no id of its own."""
+        """True if eos is used for padding."""
         return self.pad is not None and self.pad == self.eos
 
     def settings(self) -> dict[str, int | None]:
@@ -43,15 +45,16 @@ def write_tokenizer(
 ) -> SpecialTokens:
     """Write tokenizer.json, tokenizer_config.json and, if `chat` is set, chat_template.jinja.
 
-    `stored` is the checkpoint's tokenizer.json. If it can't be parsed, it is copied, and padding uses eos. `length` is
-    written as model_max_length.
+    stored: the checkpoint's tokenizer.json; if it can't be parsed, it is copied, and eos is used for padding
+    length: the value for model_max_length
+    chat: the checkpoint's chat template as stored
     """
     values: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": length,
-        "padding_side": "left",  # rows of unequal length continue at their last token
+        "padding_side": "left",  # so that in generation every row's last token is at the end of the row
     }
     special = SpecialTokens(eos, eos)
     if is_readable(stored):
@@ -64,7 +67,7 @@ def write_tokenizer(
         if chat is not None:
             template = ChatTemplate.of_stored(chat)
             chat_tokens = {name: token for name, token in template.tokens if token in ids}
-            values.pop("bos_token", None)  # a template without a bos token must render none
+            values.pop("bos_token", None)  # set again below if the template has a bos token
             values = (
                 chat_tokens
                 | values
@@ -77,7 +80,10 @@ def write_tokenizer(
 
 
 def _with_pad(stored: bytes, vocab_size: int) -> tuple[bytes, dict[str, int]]:
-    """Add a pad token if there is none and an id is free; returns the tokenizer.json and all tokens' ids."""
+    """Add a pad token, if the tokenizer has none and an id below `vocab_size` is free.
+
+    Returns the content of tokenizer.json, and every token's id.
+    """
     ids = read_tokenizer(stored).get_vocab(with_added_tokens=True)
     free_id = max((number + 1 for number in ids.values()), default=0)
     if any(token in ids for token in KNOWN_PADS) or free_id >= vocab_size:

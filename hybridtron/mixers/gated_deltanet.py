@@ -1,4 +1,7 @@
-"""Gated DeltaNet (equations in `architecture/gated_deltanet.py`): the delta rule with one decay per head."""
+"""Gated DeltaNet (equations in `architecture/gated_deltanet.py`): the delta rule with one decay per head.
+
+Legend: B rows (sequences), L tokens, D width, H heads on this rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel
 
 
 class GatedDeltaNet(DeltaRule):
-    """The delta rule with one projection to all heads' decays and steps."""
+    """The delta rule with one decay per head; one projection computes the decays and step sizes of all heads."""
 
     def __init__(self, spec: GatedDeltaNetSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)

@@ -1,4 +1,4 @@
-"""RMSNorm module for the residual stream and inside mixers."""
+"""RMSNorm as a module, for the residual stream and for mixers."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Offload activations to host memory between forward and backward, with `parallel.offload`.
+"""Offload activations to host memory between forward and backward, for runs with `parallel.offload`.
 
-After a sub-layer's forward pass, its saved activations are copied to pinned memory while the next sub-layer computes.
-At the end of that one the computing stream waits for the copies, and the device's memory is released. They are copied
-back while the following sub-layer runs backward: a hook on the gradient of its output starts the copies, and the first
-access to a saved tensor waits for them. So the device holds the activations of one other sub-layer besides the one that
-computes.
+Let A be a sub-layer and B the next one. After A's forward pass, A's saved activations are copied to pinned memory while
+B computes. At the end of B's forward pass, the CUDA stream that computes waits for the copies, and A's memory on the
+device is freed. In the backward pass, A's activations are copied back while B runs backward: a hook on the gradient of
+B's output starts the copies, and the first access to a saved tensor of A waits for them. So the device holds the
+activations of two sub-layers at most: the one that computes, and one neighbour.
 
-Each storage is copied once, in full, no matter how many views of it are saved, and comes back bit for bit. Small
-tensors, integers, weights, and the stream received from another pipeline stage, which the schedule holds anyway, stay
-on the device.
+A tensor's storage is copied once, in full, no matter how many views of the storage are saved. Its bits do not change.
+Small tensors, integers and weights stay on the device. The residual stream received from another pipeline stage stays
+there too, because the pipeline schedule keeps this tensor in memory anyway.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SMALLEST = 2**20  # bytes; smaller tensors stay on the device
 
 
 class _Storage:
-    """A saved storage, on the device or on the host. It lives as long as an autograd node needs it."""
+    """A saved storage, on the device or on the host. It is freed when autograd no longer needs any view of it."""
 
     def __init__(self, owner: OffloadedSublayer, flat: Tensor) -> None:
         self.owner = owner
-        self.flat = flat
+        self.flat = flat  # all elements of the storage, in one dimension
 
 
 class _View(NamedTuple):
@@ -46,17 +46,17 @@ class _View(NamedTuple):
 
 
 class OffloadedSublayer:
-    """Activations that one sub-layer saves for one micro-batch."""
+    """Activations that one sub-layer saves for one micro-batch. The tensors in `staying` stay on the device."""
 
     def __init__(self, staying: Iterable[Tensor]) -> None:
         self._staying = {storage_of(tensor) for tensor in staying}
         self._kept: WeakValueDictionary[tuple[int, torch.dtype], _Storage] = WeakValueDictionary()
-        self._leaving: list[Tensor] = []  # device tensors, kept until they are copied
+        self._leaving: list[Tensor] = []  # device tensors, kept alive until they are copied to the host
         self._copies: AbstractContextManager[object] | None = None
-        self._is_away = False
+        self._is_away = False  # True while the storages are on the host
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Return a context for the sub-layer's forward pass that records the saved tensors."""
+        """Return a context for the sub-layer's forward pass, which records the tensors saved for backward."""
         return saved_tensors_hooks(self._packed, self._unpacked)
 
     def store(self) -> None:
@@ -80,9 +80,10 @@ class OffloadedSublayer:
             self._copy(storages, [torch.empty_like(storage.flat, device=compute_device()) for storage in storages])
 
     def _copy(self, kept: Sequence[_Storage], made: Sequence[Tensor]) -> None:
-        """Copy storages on a second stream and switch them to the copies in `made`.
+        """Copy the storages `kept` into the tensors `made`, on a second CUDA stream; make the storages refer to `made`.
 
-        `made` was allocated on the computing stream, so that the caching allocator knows when its memory may be reused.
+        The caller allocated `made` on the stream that computes, so that the caching allocator knows when the memory of
+        `made` may be reused.
         """
         with (copies := beside_computing()):
             for storage, flat in zip(kept, made, strict=True):
@@ -116,20 +117,27 @@ class OffloadedSublayer:
 
 @dataclass
 class OffloadedPass:
-    """A stage's forward pass, in which each sub-layer releases the previous one's activations."""
+    """A stage's forward pass, in which each sub-layer's end frees the previous sub-layer's activations on the device.
+
+    `before` holds the activations of the previous sub-layer, or is None if they stay on the device.
+    """
 
     before: OffloadedSublayer | None = None
 
     def begin(self, layer: nn.Module, x_LBD: Tensor) -> OffloadedSublayer:
-        """Start to record a sub-layer's activations, and return the object that offloads them.
+        """Return the object that records and offloads a sub-layer's activations.
 
-        Weights stay on the device, and so does a stream that is a leaf, as it was received from another stage.
+        Weights stay on the device. The residual stream `x_LBD` stays there too if it is a leaf of autograd: a leaf was
+        received from another pipeline stage.
         """
         whole = x_LBD if x_LBD._base is None else x_LBD._base
         return OffloadedSublayer([*layer.parameters(), *([whole] if whole.is_leaf else [])])
 
     def end(self, output_LBD: Tensor, kept: OffloadedSublayer | None) -> None:
-        """Release the previous sub-layer's activations; copy those in `kept`, if this sub-layer offloads any."""
+        """Release the previous sub-layer's activations on the device, and copy those of this sub-layer to the host.
+
+        `kept` holds this sub-layer's activations, or is None if they stay on the device.
+        """
         if self.before is not None:
             self.before.release()
             before = self.before
@@ -140,11 +148,11 @@ class OffloadedPass:
             kept.store()
 
     def close(self) -> None:
-        """Release the last sub-layer's activations after the forward pass."""
+        """Release the last sub-layer's activations on the device, after the forward pass."""
         if self.before is not None:
             self.before.release()
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage for as long as it lives."""
+    """Return a number that identifies a tensor's storage for as long as the storage lives."""
     return tensor.untyped_storage()._cdata

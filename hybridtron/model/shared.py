@@ -1,8 +1,9 @@
-"""Share a letter's weights among all its sub-layers: the first one's layers replace those of the others.
+"""Share weights among all sub-layers of a letter: all refer to the torch modules of the letter's first sub-layer.
 
-A model registers them under `shared` before its sub-layers, so that each has one name, as in the parameter table:
-`shared.S.mixer.q.weight`. Autograd sums the gradients from all uses. With pipeline parallelism, every stage with such a
-sub-layer has a copy (`engine/stage.py`).
+A letter is a symbol in the layer pattern, such as S in `(MS)*6`. A model registers the shared modules under `shared`
+before its sub-layers. A shared weight therefore has a single name, as in the parameter table:
+`shared.S.mixer.q.weight`. Autograd sums the gradients from all uses. With pipeline parallelism, every stage with a
+sub-layer of the letter has a copy of the shared weights (`engine/stage.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from hybridtron.architecture.table import Architecture
 
 
 def share_weights(layers: nn.ModuleDict, arch: Architecture) -> nn.ModuleDict:
-    """Tie the shared weights in these sub-layers, and return them by letter.
+    """Replace each shared module in these sub-layers by a single object, and return the objects by letter.
 
-    The sub-layers' names are their indices in the full model.
+    `layers` maps each sub-layer's index in the full model, as a string, to the sub-layer.
     """
     shared = nn.ModuleDict()
     for name, layer in layers.items():

@@ -1,9 +1,11 @@
-"""Scan a row chunk by chunk, with a backward pass that computes each chunk's inner values again.
+"""Scan sequences in chunks of tokens, with a backward pass that recomputes each chunk's intermediate tensors.
 
-Forward saves the inputs and the state before each chunk, and nothing from inside a chunk. The op supplies the
-computation of one chunk (`Chunk`). The equations are in `chunked.py` of `scan`, `ssd`, `gla` and `delta`.
+The forward pass saves the inputs and the state before each chunk. It saves no tensor from inside a chunk. An op uses
+this file by defining two classes: its inputs (`Row`), and the computation of one chunk (`Chunk`). The ops `scan`,
+`ssd`, `gla` and `delta` do so, each in its file `chunked.py`, which has the op's equations.
 
-Legend: B rows, L tokens, T tokens of one chunk. A state is whatever an op carries from chunk to chunk.
+Legend: B sequences (rows) in a batch, L tokens in a sequence, T tokens per chunk. A state is the tensor that an op
+carries from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Chunk(Protocol):
-    """One chunk of a row: an op's forward and backward computation over its tokens."""
+    """One chunk with T tokens in all B sequences: an op's forward and backward computation."""
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return y (B, T, ...) and the state after the chunk, given the state before it."""
@@ -25,34 +27,37 @@ class Chunk(Protocol):
     def backward(
         self, state: Tensor, grad_y: Tensor, grad_state: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Return the gradients for per-token inputs (B, T, ...), for parameters, and for the state before the chunk.
+        """Return three gradients: of the per-token inputs (B, T, ...), the parameters, and the state before the chunk.
 
-        Parameters that are None are left out.
+        The first tuple has an entry for every per-token input, which is None if the input is None. The second tuple
+        has no entry for a parameter that is None.
         """
         ...
 
 
 class Row(Protocol):
-    """The inputs of an op without its state, as a named tuple.
+    """An op's inputs for all sequences in a batch, except the state: a named tuple with three groups of fields.
 
-    First come the per-token tensors (B, L, ...), the first of them shaped like y, then the parameters, and last the
-    tokens that begin documents.
+    First come the per-token tensors (B, L, ...). The first one is never None, and y has its shape; the others may be
+    None. Then come the parameters, which may be None too. The last field is a mask (B, L) of the tokens that begin a
+    document, or None.
     """
 
-    PARAMETERS: int  # how many of the fields are parameters
+    PARAMETERS: int  # number of parameter fields
 
     def chunk(self, tokens: slice) -> Chunk: ...
 
 
 def chunks_of(tokens_BL: Tensor, size: int) -> list[slice]:
-    """Cut a row's tokens into slices of `size` tokens; the last slice may end beyond the row."""
+    """Return slices of `size` tokens that cover L tokens; the last slice may extend past L."""
     return [slice(start, start + size) for start in range(0, tokens_BL.shape[1], size)]
 
 
 def scan_chunks(row: Any, size: int, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Scan a `Row`, `size` tokens at a time; return y and the state after the row.
+    """Scan a `Row`, `size` tokens at a time; return y and the state after the last token.
 
-    Autocast is off, since a chunk's products have the types that its row gave them.
+    `Row.chunk` converts each chunk's tensors to the dtype to compute in. Autocast is turned off, because it would
+    convert these tensors back to a narrow dtype.
     """
     with torch.autocast(state.device.type, enabled=False):
         return _ScanOfChunks.apply(type(row), size, state, *row)

@@ -1,6 +1,6 @@
-"""Document boundaries in rows that hold several documents.
+"""Document boundaries in packed rows: sequences in a batch that hold several documents.
 
-Legend: B rows, L tokens, E boundaries.
+`documents_BL` holds for each token its document's index. Indices increase along a row. Legend: B rows, L tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def document_starts(documents_BL: Tensor | None) -> Tensor | None:
-    """Mark the tokens that begin a document inside their row; return None if `documents_BL` is None.
+    """Return a mask of the tokens that begin a document; return None if `documents_BL` is None.
 
-    A row's first token is never marked, since it may continue the row before.
+    A row's first token is never marked, since it may continue a document from the previous row.
     """
     if documents_BL is None:
         return None
@@ -21,9 +21,10 @@ def document_starts(documents_BL: Tensor | None) -> Tensor | None:
 
 
 def document_boundaries(documents_BL: Tensor) -> Tensor:
-    """Return the first token of each document in the rows laid end to end, then the last row's end, as int32.
+    """Return the cumulative document lengths in int32: the index of each document's first token, then B L.
 
-    Only the device knows their number, so for a tensor on a GPU the host waits.
+    Indices count the B L tokens in the flattened batch. Every row's first token counts as a document's start. The
+    number of documents depends on the tensor's values, so for a tensor on a GPU the host waits for the device.
     """
     begins_BL = F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=True)
     return F.pad(begins_BL.flatten().nonzero().flatten(), (0, 1), value=documents_BL.numel()).to(torch.int32)

@@ -1,24 +1,33 @@
-"""State transitions: the linear map by which a row takes the state before it into the state after it.
+"""State transitions of recurrences, by which the shards of a sequence can be scanned in parallel.
 
-Every recurrence here is affine in the state before a row:
+A recurrence maps the initial state of a sequence to its final state. This map is affine: a linear map (the transition)
+of the initial state h, plus the final state z that the sequence reaches from a zero state:
 
-    state after = transition(state before) + state after zeros
+    final(h) = transition(h) + z
 
-So the sequence shards of a row can be scanned apart, each from zeros, and joined by their transitions:
+With context parallelism, each rank scans its shard of the sequence from a zero state. Two consecutive shards, 1 and 2,
+are then joined:
 
-    state after both      = transition_2(state after zeros_1 + transition_1(state before)) + state after zeros_2
-    transition over both  = transition_2 after transition_1
+    final(h) over both shards    = transition_2(transition_1(h) + z_1) + z_2
+    transition over both shards  = transition_2 applied after transition_1
 
-A transition depends on the decays alone, and for the delta rule on its keys and betas, but on no state and no output.
-Gradients flow through it to the tensors that make the decays. Log decays are summed in float64, since a row may be
-long. Document boundaries are left to the caller, which stops a state there.
+A transition depends on the decays, and for the delta rule also on keys and betas. It does not depend on states,
+queries or values. Gradients flow through it to the tensors from which the decays are computed. Log decays are summed in
+float64, since a sequence may be long. Transitions ignore document boundaries: the caller must not pass a state across a
+boundary.
 
-The scan, SSD, the decay recurrence and gated linear attention multiply every entry by a factor; RWKV-6 has the
-transition of gated linear attention, and retention that of the decay recurrence. The delta rule multiplies by a matrix
-for each head, the product of diag(exp(g_t)) and I - beta_t k_t k_t^T over the row's tokens. This is the final state of
-the op itself, run from the identity with zeros as values, by whichever implementation computes states.
+The transitions of the ops:
 
-Legend: as in the ops.
+    selective scan, SSD, decay recurrence, gated linear attention   a factor for every state entry
+    delta rule                                                      a matrix for every head
+
+Retention uses the decay recurrence; RWKV-6 uses gated linear attention. The delta rule's matrix is the product of
+(I - beta_t k_t k_t^T) diag(exp(g_t)) over the tokens, later tokens on the left, with the keys k_t, the update strengths
+beta_t and the log decays g_t. The op `delta_scan` itself computes this matrix: it is the final state if the initial
+state is the identity and all values are zero.
+
+Legend: B sequences in a batch, L tokens, H heads, E inner channels of the selective scan, N state size per channel or
+key size, P head size or value size.
 """
 
 from __future__ import annotations
@@ -38,13 +47,16 @@ from hybridtron.ops.ssd import DecayInputs, SSDInputs
 
 
 class StateTransition(NamedTuple):
-    """A factor for each state entry (with size 1 on axes where entries share it), or a matrix for each head."""
+    """A factor for each state entry, or a matrix for each head.
+
+    Factors have size 1 on the axes along which all entries share a factor.
+    """
 
     values: Tensor
     is_matrix: bool = False
 
     def apply(self, state: Tensor) -> Tensor:
-        """Apply the transition to the state before the row (B, ...)."""
+        """Return the transition of an initial state (B, ...): its contribution to the final state."""
         if self.is_matrix:
             return self.values @ state
         return self.values * state
@@ -77,7 +89,7 @@ def gla_transition(inputs: GLAInputs) -> StateTransition:
 
 
 def delta_transition(inputs: DeltaInputs) -> StateTransition:
-    """Return the delta rule's transition: matrices for states (B, H, N, P); column n is key channel n's image."""
+    """Return the delta rule's transition: matrices (B, H, N, N), by which states (B, H, N, P) are multiplied."""
     size = inputs.k_BLHN.shape[3]
     wide = wide_type(inputs.v_BLHP)
     identity_NN = torch.eye(size, dtype=wide, device=inputs.k_BLHN.device)
@@ -88,9 +100,10 @@ def delta_transition(inputs: DeltaInputs) -> StateTransition:
 
 
 def _summed_steps(dt: Tensor, dt_bias: Tensor) -> Tensor:
-    """Sum the step sizes over tokens, in float64; backward computes them again instead of saving them.
+    """Return the sum of the step sizes over tokens, in float64.
 
-    `summed` takes its tensors as arguments: inside a recomputed sub-layer, a closure would keep them alive.
+    The backward pass recomputes the step sizes instead of saving them. `summed` takes its tensors as arguments, because
+    a closure would keep them alive inside a sub-layer that is itself recomputed.
     """
 
     def summed(dt: Tensor, dt_bias: Tensor) -> Tensor:

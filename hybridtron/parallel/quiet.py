@@ -1,4 +1,4 @@
-"""Hides known warnings; the server that forks the workers imports this file first."""
+"""Hides known warnings when it is imported; `parallel/pool.py` makes its server process import this file first."""
 
 from hybridtron.requirements import hide_known_warnings
 

@@ -1,4 +1,4 @@
-"""Recorded launches of our own Triton kernels: their arguments, and the bytes that they read and write."""
+"""Recorded launches by our own Triton kernels: their arguments, and the bytes that they read and write."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from hybridtron.rehearse.census import size_of
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One distinct launch: a kernel with all that decides its compilation and its trip counts.
+    """A distinct launch: a Triton kernel with its grid, arguments and options.
 
-    Of tensor arguments only the dtypes are stored.
+    Launches are distinct if their compiled code or their loops' trip counts may differ. In `arguments`, each tensor is
+    replaced by its dtype.
     """
 
     kernel: Any
@@ -28,7 +29,7 @@ class KernelLaunch:
 
     @property
     def name(self) -> str:
-        """Name of the op and its kernel function, as in `scan.walk`."""
+        """Name of the op's folder and of the kernel's function, such as `scan.walk`."""
         return kernel_name(self.kernel)
 
     @property
@@ -37,7 +38,10 @@ class KernelLaunch:
         return {**dict(zip(self.kernel.arg_names, self.arguments, strict=False)), **dict(self.options)}
 
     def compiled(self, gpu: GPU) -> MachineCode:
-        """Compile the kernel for this GPU. A dtype becomes an empty tensor, which counts as an aligned pointer."""
+        """Compile the kernel for this GPU, and return its machine code.
+
+        Each dtype in `arguments` becomes a tensor without elements, whose address Triton assumes to be aligned.
+        """
         arguments = [
             torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x for x in self.arguments
         ]
@@ -46,17 +50,18 @@ class KernelLaunch:
 
 @dataclass
 class Launches:
-    """All distinct launches with their numbers, in the order in which they first occur."""
+    """All distinct launches. `different` maps each launch to its index, in the order of the first occurrences."""
 
     different: dict[KernelLaunch, int] = field(default_factory=dict)
 
     def note(
         self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[str, int, int]:
-        """Record a launch.
+        """Record a launch. Return three values:
 
-        Returns the kernel's name, the bytes in its tensor arguments (each tensor once), and the distinct launch's
-        number.
+        - the kernel's name
+        - the bytes in all its tensor arguments, which the kernel is assumed to read or write once
+        - the distinct launch's index
         """
         types = tuple(argument.dtype if isinstance(argument, Tensor) else argument for argument in arguments)
         launch = KernelLaunch(kernel, tuple(grid), types, tuple(sorted(options.items())))

@@ -1,7 +1,7 @@
-"""The digest of data folders, checkpoints and the cache: XXH3 with 128 bits.
+"""The digest of files in data folders, checkpoints and the cache: XXH3 with 128 bits.
 
-It detects accidental damage by disks, memory and networks, at the speed of memory. It does not protect against files
-that somebody constructs to have the same digest.
+The digest detects accidental damage by disks, memory and networks. Computing it takes about as long as reading the
+bytes from memory. The digest does not protect against attackers, who can construct another file with an equal digest.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ import xxhash
 
 
 def digest_of(data: bytes | memoryview | mmap) -> str:
-    """Return the digest as 32 hexadecimal digits."""
+    """Return the digest of bytes as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)

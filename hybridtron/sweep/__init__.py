@@ -1,1 +1,1 @@
-"""Sweeps: read many runs that differ in a few settings from a file, run several at a time, and compare them."""
+"""Sweeps: training runs that differ in a few settings. A file lists them; they are run in parallel and compared."""

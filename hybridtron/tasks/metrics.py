@@ -1,7 +1,12 @@
-"""Metrics of an answer, each from 0 to 1. They take the continuation without the prompt, whose words must not count.
+"""Metrics of a generated answer, each from 0 to 1. The answer does not include the prompt.
 
-Each suite normalizes text in its own way: RULER ignores case, LongBench's F1 drops punctuation and articles, passkeys
-are compared as numbers. BABILong's metrics, which compare sets of labels, are in `babilong/`.
+Benchmarks normalize text in different ways before they compare it:
+
+    RULER              ignores case
+    LongBench's F1     ignores case, punctuation and articles
+    passkey retrieval  compares numbers
+
+BABILong's metrics compare sets of labels; they are in `babilong/task.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def cleaned(answer: str) -> str:
-    """Normalize an answer as RULER does: strip it, replace control characters by newlines, strip again."""
+    """Return a text as RULER normalizes it: stripped, control characters replaced by newlines, stripped again."""
     return _CONTROL.sub("\n", answer.strip()).strip()
 
 
@@ -33,16 +38,16 @@ def string_match_part(answer: str, outputs: Sequence[str]) -> float:
 
 
 def exact_match(answer: str, outputs: Sequence[str]) -> float:
-    """Return 1 if the stripped answer equals one of the outputs, else 0."""
+    """Return 1 if the stripped answer equals any output, else 0."""
     return float(answer.strip() in [output.strip() for output in outputs])
 
 
 def first_integer(answer: str, wanted: int) -> float:
-    """Return 1 if the first integer in the answer is the wanted one, else 0 (Landmark Attention's passkey)."""
+    """Return 1 if the first integer in the answer is `wanted`, else 0 (Landmark Attention's passkey)."""
     match = re.search(r"[0-9]+", answer)
     if match is None:
         return 0.0
-    digits = match[0].lstrip("0") or "0"  # compared as text, since Python refuses to read integers of many digits
+    digits = match[0].lstrip("0") or "0"  # compared as text, since Python does not convert integers of many digits
     return float(digits == str(wanted))
 
 
@@ -53,7 +58,10 @@ def normalized(text: str) -> list[str]:
 
 
 def f1(answer: str, outputs: Sequence[str]) -> float:
-    """Return the answer's word F1, 2 shared / (words in both), with the output for which it is largest."""
+    """Return the largest F1 between the answer and any output (LongBench, SQuAD).
+
+    F1 is 2 * shared words / (words in the answer + words in the output), after `normalized`.
+    """
     written = normalized(answer)
     return max(_f1(written, normalized(output)) for output in outputs)
 
@@ -66,5 +74,5 @@ def _f1(written: list[str], wanted: list[str]) -> float:
 
 
 def character_accuracy(answer: str, wanted: str) -> float:
-    """Return the fraction of wanted characters that are at the same position in the answer."""
+    """Return the fraction of `wanted`'s characters that the answer has at the same position."""
     return sum(written == right for written, right in zip(answer, wanted, strict=False)) / len(wanted)

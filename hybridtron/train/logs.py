@@ -1,8 +1,10 @@
 """Logging of a run: the logger "hybridtron" writes to the console and to logs/log-RANK.txt.
 
-The console shows bare messages, with warnings and errors on stderr. The file adds time, rank, level and module to each.
-No handler is installed at import. `train.run` adds handlers and removes them at its end, so that a program that imports
-this package keeps its own, and may train several times.
+The console shows messages without time or level; warnings and errors go to stderr. The file adds time, rank, level and
+module to each message.
+
+Importing hybridtron adds no handler to the logger. `train.run_training` adds handlers when it begins, and removes them
+when it ends. So a program that imports hybridtron keeps its own handlers, and may train several times.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ NAME = "hybridtron"
 
 
 class ConsoleHandler(logging.Handler):
-    """Handler that looks up stdout and stderr at each message, since a progress bar may have replaced them."""
+    """Handler that reads sys.stdout and sys.stderr at each message, since a progress bar may have replaced them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
@@ -31,7 +33,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class RunLog:
-    """Context manager that shows this rank's log on the console, and after `write_to` also writes it to a file."""
+    """Context manager that shows this rank's messages on the console. `write_to` adds a file for the messages."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.logger = rank, logging.getLogger(NAME)
@@ -44,7 +46,7 @@ class RunLog:
         return self
 
     def write_to(self, run_dir: Path) -> None:
-        """Also write messages to the run's folder from now on. The run must hold the folder's lock."""
+        """From now on also write messages to a file in the run's folder, whose lock this run must hold."""
         file = logging.FileHandler(run_dir / "logs" / f"log-{self.rank}.txt", delay=True)
         file.setFormatter(logging.Formatter(f"%(asctime)s rank {self.rank} %(levelname)s %(name)s: %(message)s"))
         self._add(file)

@@ -1,4 +1,4 @@
-"""Records that a run writes: each step's metrics, and decisions such as to refuse a step or to roll back."""
+"""Records that a run writes: each step's metrics, and its decisions to refuse a step or to roll back."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl. Durations are in seconds.
+    """One line of metrics.jsonl: one training step's metrics.
 
-    step, tokens: the step's number in the run, and the tokens that the run has read after it
+    A refused step is a step whose update was discarded because its loss or gradients were abnormal.
+
+    step: the step's index in the run, from 1
+    tokens: how many tokens the run has read, this step included
     loss: mean cross entropy per learned token, without auxiliary losses; nan if the step has no learned token
-    step_time, data_wait: the step's duration, and the time in it spent waiting for data
-    memory_gib: the first process's peak memory so far, on the device if it counts memory, else on the host
-    skipped: steps refused since this start of the run, including those before a rollback, whose lines are gone
-    learned: tokens that count in the loss; only if a source has loss masks
-    imbalance: with `parallel.context`, the maximum forward FLOPs of a sequence shard over the mean, for the step's
-        micro-batches that the first process takes part in
-    auxiliary: losses that mixers add, by name, summed over layers
-    restarted_lanes: lanes in this phase whose state was not finite and restarted from zero; only if states are carried
-    validation: after an evaluation, held-out losses by length
-    validation_by_source: if there are several sources, the losses at the first of these lengths
-    evaluation: after `run.evaluate`, its metrics by task, length and name
+    step_time: the step's duration in seconds
+    data_wait: seconds in which the step waited for data
+    tflops_per_device: TFLOP/s of forward and backward passes
+    mfu: model FLOPs utilization, None if the device's peak is unknown
+    memory_gib: the first process's peak memory so far: device memory if the device reports it, else host memory
+    skipped: how many steps were refused in this start of the run; a rollback does not reduce this number
+    learned: how many of the step's tokens count in the loss; only if a source has loss masks
+    imbalance: only with context parallelism; the maximum of the sequence shards' forward FLOPs divided by their mean,
+        over the first process's micro-batches
+    auxiliary: auxiliary losses that sub-layers add, by name, summed over sub-layers
+    restarted_lanes: only if states are carried from step to step; how often in this phase a sequence's state was
+        not finite and was set to zero
+    validation: after an evaluation, held-out losses by length, such as `1x` for the training length
+    validation_by_source: if there are several sources, each source's held-out loss at the first length
+    evaluation: after an evaluation with `run.evaluate`, metrics by task, length and name
     layers: with `run.layer_norms`, parameter and gradient norms by layer
-    hooks: numbers that hooks of `run.hooks` have added, by name
+    hooks: numbers that the hooks in `run.hooks` have added, by name
 
-    The sink adds the `time` in UTC, and writes null for a number that is not finite.
+    The written line also has the `time` in UTC. In the written line, numbers that are not finite are null.
     """
 
     step: int
@@ -59,7 +66,7 @@ class StepMetrics:
         return replace(self, hooks={**(self.hooks or {}), **added})
 
     def line(self) -> dict[str, Any]:
-        """Return the values by name. Optional ones are left out if None; the others are always present."""
+        """Return the values by name, without those fields in OPTIONAL that are None."""
         return {key: value for key, value in asdict(self).items() if key in REQUIRED or value is not None}
 
     def numbers(self) -> dict[str, float]:
@@ -74,16 +81,19 @@ REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPT
 
 @dataclass(frozen=True)
 class Decision:
-    """One line of logs/decisions.jsonl: a decision that the run made after a step, and the reason.
+    """One line of logs/decisions.jsonl: the decision to refuse a step or to roll back, and the reason.
 
-    what: `refused` for a step that did not change the weights, or `rolled back`
+    step: the step that was refused, or from which the run rolled back
+    what: `refused` for a step whose update was discarded, or `rolled back`
+    why: the reason, as a sentence for the user
     loss, norm: the refused step's loss and gradient norm, null if not finite
-    limit: the largest norm that would have been accepted, null if there is no limit
-    in_a_row: how many consecutive steps were refused
-    data: the refused step's batch, as (phase, data step)
-    to: the step that the run rolled back to
-    times: how often it has rolled back to this checkpoint
-    windows: all skipped data ranges so far, as (phase, first, end)
+    limit: the largest gradient norm that would have been accepted, null if there is no limit
+    in_a_row: how many consecutive steps were refused, this step included
+    data: the refused step's batch, as (phase index, index of the batch in the phase's data)
+    to: the step to which the run rolled back
+    times: how often this start of the run has rolled back to that step
+    windows: all data ranges that the run skips so far, each as (phase index, index of the range's first batch, index of
+        the first batch after the range)
     """
 
     step: int
@@ -99,12 +109,12 @@ class Decision:
     windows: Sequence[Sequence[int]] | None = None
 
     def line(self) -> dict[str, Any]:
-        """Return the values by name, without those that are None; norm and limit are always present."""
+        """Return the values by name, without those that are None; norm and limit are always included."""
         return {key: value for key, value in asdict(self).items() if key in ("norm", "limit") or value is not None}
 
 
 def flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Flatten nested mappings to numbers by names joined with `/`; other values are dropped."""
+    """Flatten nested mappings: return their numbers, with the keys joined by `/`; other values are dropped."""
     numbers: dict[str, float] = {}
     for key, value in line.items():
         if isinstance(value, Mapping):

@@ -1,8 +1,10 @@
 """Data that a run skips after a rollback, as a map from training steps to data steps.
 
-Both kinds of steps count from 0 at the start of their phase. They are equal up to the first skipped range; after it the
-data step is ahead by the skipped steps. Checkpoints store the ranges, since they determine which data comes next:
-`windows` in the manifest is a list of (phase, first skipped data step, first data step after the range).
+A data step is the index of a global batch in a phase's data. A training step is the index of a step in a phase. Both
+are counted from 0 at the phase's start. Training step n reads the batch with data step n + k, where k is the number of
+batches in all skipped ranges before that batch. Before the first range k is 0. Checkpoints store the skipped ranges:
+`windows` in a checkpoint's manifest is a list with an element (phase index, first skipped data step, first data step
+after the range) for each range.
 """
 
 from __future__ import annotations
@@ -15,22 +17,22 @@ from hybridtron.config.resolve import ResolvedPhase
 
 
 class BatchKey(NamedTuple):
-    """Key of a step's global batch: its phase, and its data step in the phase."""
+    """Key of a global batch."""
 
-    phase: int
-    step: int
+    phase: int  # the phase's index
+    step: int  # the batch's data step
 
 
 class SkippedRange(NamedTuple):
-    """Skipped data steps of a phase: from `first` to before `end`."""
+    """Skipped data steps in a phase: from `first` to `end` - 1."""
 
-    phase: int
+    phase: int  # the phase's index
     first: int
     end: int
 
 
 class SkippedData:
-    """All skipped ranges of a run so far, sorted. Ranges that touch are merged."""
+    """All skipped ranges of a run so far, sorted. Ranges that overlap or follow each other directly are merged."""
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
         self.all: list[SkippedRange] = []
@@ -49,11 +51,11 @@ class SkippedData:
         return step
 
     def jumps(self, phase: int, step: int) -> bool:
-        """Return True if data is skipped between a training step and the step before it."""
+        """Return True if data is skipped between a training step and the training step before it."""
         return step > 0 and self.data_step(phase, step) != self.data_step(phase, step - 1) + 1
 
     def runs(self, phase: int, first: int, end: int) -> list[range]:
-        """Return the data steps of the training steps from `first` to before `end`, as contiguous ranges."""
+        """Return the data steps that the training steps `first` to `end` - 1 read, as contiguous ranges in order."""
         if first < end:
             begins = [first, *(step for step in range(first + 1, end) if self.jumps(phase, step))]
         else:
@@ -64,9 +66,10 @@ class SkippedData:
         ]
 
     def and_failed(self, phases: Iterable[ResolvedPhase], done: int, failed: int) -> SkippedData:
-        """Return the skipped data extended by the data that the steps after `done` read, up to and including `failed`.
+        """Return the skipped data, extended by the batches that failed steps have read.
 
-        Both count over the run; they may lie in different phases.
+        `done` is the last step that is kept, and `failed` the last failed step. Here steps are counted from 1 at the
+        run's start, and the two may be in different phases.
         """
         added = []
         for phase in phases:

@@ -1,14 +1,17 @@
-"""The program that renders a chat template from elsewhere: in Jinja's sandbox, with limited time and memory.
+"""The program that renders an untrusted chat template, in Jinja's sandbox and with limited time and memory.
 
-template_process.py starts it as a process of its own, which imports neither torch nor this package, and ends it on
-exit. Both send JSON, each message after its length in 8 bytes:
+`template_process.py` runs this program as a separate process, which imports neither torch nor this package. The
+processes exchange JSON messages through pipes, and each message is preceded by its length in 8 bytes:
 
-    first     {"template", "tokens", "marks" and limits}  -> {"fault": why it does not parse, or null}
-    then      {"messages", "tools", "prompt", "cuts"}     -> {"text", "ends"}, or {"error", "bound": was a limit hit?}
+    first request    {"template", "tokens", "marks" and limits}
+    answer           {"fault": the reason if the template does not parse, else null}
+    later requests   {"messages", "tools", "prompt", "cuts"}
+    answer           {"text", "ends"}, or {"error", "bound": true if a limit was exceeded}
 
-The text contains all messages, with or without the start of the next answer. A cut [n, prompt] asks where the text of
-the first n messages ends in it; the answer is null if that text is not a prefix. Cuts are not answered if the text has
-{% generation %} marks. A rendering that exceeds its time ends the process.
+"text" is the rendering of all messages; if "prompt" is true, the start of the assistant's next message follows. For
+each cut [n, prompt], "ends" has the length of the rendering of the first n messages, or null if this rendering is not a
+prefix of "text". "ends" is empty if "text" contains the marks of {% generation %}. If a rendering exceeds its time
+limit, the process ends without an answer.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ LENGTH = struct.Struct("<Q")
 
 
 class _Generation(Extension):
-    """The Jinja tag {% generation %}: puts its contents between two marks."""
+    """The Jinja tag {% generation %}, which surrounds its contents with two marks."""
 
     tags = {"generation"}  # noqa: RUF012 (declared by Jinja)
 
@@ -66,7 +69,7 @@ def main() -> None:
 def _bound(memory: int) -> None:
     """Limit memory, disable core dumps, and let the timers' signals end the process."""
     for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
-        with suppress(OSError, ValueError):  # macOS has the first, but refuses to set it
+        with suppress(OSError, ValueError):  # macOS refuses to set RLIMIT_AS
             resource.setrlimit(kind, (limit, limit))
     ending = (signal.SIGPROF, signal.SIGALRM)
     for number in ending:
@@ -76,7 +79,7 @@ def _bound(memory: int) -> None:
 
 @contextmanager
 def _timed(opening: dict[str, Any]) -> Iterator[None]:
-    """End the process if the block takes longer than its limits, even in a loop of C code."""
+    """End the process if the `with` block exceeds its time limits, even while it runs C code."""
     signal.setitimer(signal.ITIMER_PROF, opening["seconds"])
     signal.setitimer(signal.ITIMER_REAL, opening["wall"])
     yield
@@ -129,7 +132,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _as_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON with its characters unchanged. Jinja's own filter escapes them for HTML."""
+    """Return a value as JSON. Jinja's own filter would also escape characters for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

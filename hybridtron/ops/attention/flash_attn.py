@@ -1,7 +1,8 @@
-"""Attention by the kernels of the flash-attn packages, versions 2, 3 and 4; tested so far against emulations only.
+"""Causal attention by the flash-attn packages, versions 2, 3 and 4; so far tested only against stand-in packages.
 
-Version 3 is for Hopper, version 4 for Hopper and Blackwell; they are packages of their own. On Hopper the three are
-ordered by modelled rates (`planning/rates.py`), not by measurements.
+Version 3 has kernels for Hopper, version 4 for Hopper and Blackwell. Each version is a separate package. If several
+versions can run, the first of FASTEST_FIRST is used. This order follows the rates that `planning/rates.py` assumes, not
+measurements.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from hybridtron.ops.attention.reference import AttentionInputs
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_boundaries
 
-PACKAGE = "flash_attn.flash_attn_interface"  # flash-attn 2; other packages have a `flash_attn` without its functions
+PACKAGE = "flash_attn.flash_attn_interface"  # version 2; `flash_attn` of version 4 lacks this module
 
 
 @dataclass(frozen=True)
 class FlashVersion:
-    """One of the flash-attn packages, and the inputs that its kernels take."""
+    """A flash-attn package, and the limits of its kernels."""
 
     package: str
-    made_for: tuple[int, ...] | None = None  # major numbers of compute capabilities; None: all
-    unlimited: int | None = -1  # how the package writes a window side without a limit
-    longest: int = 256  # channels of the largest head
-    longest_repeatable: int = 256  # channels of the largest head with bit-reproducible gradients
-    step: int = 1  # a head's channels must be a multiple of this
+    made_for: tuple[int, ...] | None = None  # supported compute capabilities (major numbers); None: all
+    unlimited: int | None = -1  # entry of the argument `window_size` for a side without limit
+    longest: int = 256  # largest supported number of channels in a head
+    longest_repeatable: int = 256  # largest number of channels in a head with which gradients can be deterministic
+    step: int = 1  # the number of channels in a head must be a multiple of this
 
     def missing(self) -> str | None:
-        """Return the reason why the package has no kernels for this device, or None."""
+        """Return why the package's kernels do not run on this device; None if they do."""
         capability = compute_capability()
         if self.made_for is None or (capability is not None and capability[0] in self.made_for):
             return None
@@ -47,13 +48,13 @@ class FlashVersion:
             return f"takes heads of at most {self.longest} channels, a multiple of {self.step}, not {channels}"
         if is_deterministic() and channels > self.longest_repeatable:
             return f"adds up gradients of heads of {channels} channels in no fixed order"
-        # A memory has padding before its keys if rows remember different numbers of tokens; the kernels can't skip it.
+        # Remembered keys are padded if rows have different numbers of them, and the kernels can't skip the padding.
         if inputs.memory is None:
             return None
         return "takes no remembered keys"
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
-        """Attend to rows as one batch, or to their documents as sequences of variable length."""
+        """Call the package: without documents, with the rows as a batch; else with each document as a sequence."""
         q_BLHK, k_BLGK, v_BLGK, window, documents_BL, _, boundaries_E = inputs
         flash = optional_package(self.package).module
         assert flash is not None
@@ -84,7 +85,7 @@ class FlashVersion:
 
 
 def _output(given: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
-    """Return the output alone; version 4 returns it with the log-sum-exp of each query."""
+    """Return the attention output from a package's result: a tensor, or (version 4) a pair with the log-sum-exp."""
     if isinstance(given, tuple):
         return given[0]
     return given
@@ -103,4 +104,4 @@ FLASH_ATTN_3 = _implementation(
 FLASH_ATTN_4 = _implementation(
     "flash-attn-4", FlashVersion("flash_attn.cute.interface", made_for=(9, 10), unlimited=None, longest=128, step=8)
 )
-FASTEST_FIRST = (FLASH_ATTN_3, FLASH_ATTN_4, FLASH_ATTN)  # by modelled rates, not measured
+FASTEST_FIRST = (FLASH_ATTN_3, FLASH_ATTN_4, FLASH_ATTN)  # as `planning/rates.py` assumes; not measured

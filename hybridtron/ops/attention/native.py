@@ -1,6 +1,6 @@
-"""Attention compiled for this CPU (`native/attention.h`): with windows, documents and remembered keys.
+"""Causal attention by C++ compiled for this CPU (`native/attention.h`), with windows, documents and remembered keys.
 
-Legend as in `reference`.
+Legend: B rows (sequences in the batch), L tokens per row, H query heads, G key/value heads, K channels per head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _unsupported_reason(inputs: AttentionInputs) -> str | None:
     return unsupported_types(*inputs[:3])
 
 
-@untraced  # the compiled function is not an operation of torch
+@untraced  # torch.compile can't trace a function in C++
 def attention(inputs: AttentionInputs) -> Tensor:
     q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory, _ = inputs
     rows, length = q_BLHK.shape[:2]
@@ -34,7 +34,7 @@ def attention(inputs: AttentionInputs) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _first_of_sizes(rows: int, length: int, window: int | None) -> Tensor:
-    """Return the first key that each query sees (B, L), without documents and memory."""
+    """Return the index of each query's first visible key (B, L), for rows without documents and remembered keys."""
     last_L = torch.arange(length)
     if window is None:
         first_L = torch.zeros_like(last_L)

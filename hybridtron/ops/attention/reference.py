@@ -1,13 +1,19 @@
 """Causal softmax attention: full or in a sliding window, with grouped keys, documents and remembered keys.
 
-    y_i = sum_j a_ij v_j,   a_i = softmax over the visible j of  q_i . k_j / sqrt(K)
+    y_i = sum_j a_ij v_j,   a_i = softmax_j(q_i . k_j / sqrt(K)) over the visible j
 
-Token i sees j <= i, in a window of w only itself and the w - 1 tokens before it, and only its own document. Remembered
-keys count as the tokens just before the row, in the row's first document. Positions are not applied here: queries and
-keys arrive rotated. No dropout, no bias, no attention to the future.
+Token i sees the tokens j <= i in its own document; with a window of w, only itself and the w - 1 tokens before it.
+`documents_BL` has each token's document number, which never decreases along a row.
 
-Legend: B rows, L tokens, H query heads, G key/value heads (query head h reads h // (H // G)), K head size, M remembered
-tokens, S = M + L keys in all, Q some of the queries, C the range of keys that they can reach.
+A row is one sequence in the batch. Its first document may have begun in a row of an earlier call. The earlier tokens'
+keys and values are then passed as `AttentionMemory`. They count as tokens of the row's first document, just before the
+row.
+
+Queries and keys have already been rotated by their positions (RoPE). There is no dropout and no bias.
+
+Legend: B rows, L tokens per row, H query heads, G key/value heads (query head h reads key/value head h // (H // G)), K
+channels per head, M remembered tokens per row, S = M + L keys per row, E document boundaries. For a block of queries: Q
+consecutive queries, and C consecutive keys, a range that includes every key that one of these queries sees.
 """
 
 from __future__ import annotations
@@ -22,7 +28,11 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class AttentionMemory(NamedTuple):
-    """Keys (rotated) and values of tokens before a row; in row b the last length_B[b] of M entries count."""
+    """Remembered tokens: rotated keys and values for the M tokens before each row.
+
+    Only the last length_B[b] entries for row b are tokens of the row's first document. Earlier entries are padding, or
+    tokens from other documents, and no query sees them.
+    """
 
     keys_BMGK: Tensor
     values_BMGK: Tensor
@@ -30,7 +40,7 @@ class AttentionMemory(NamedTuple):
 
 
 def joined(memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with the remembered ones before them."""
+    """Return all keys and all values (B, S, G, K): first those from the memory (if any), then those from the row."""
     if memory is None:
         return k_BLGK, v_BLGK
     return torch.cat((memory.keys_BMGK, k_BLGK), dim=1), torch.cat((memory.values_BMGK, v_BLGK), dim=1)
@@ -39,10 +49,11 @@ def joined(memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor) -> tu
 def remember(
     memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor, documents_BL: Tensor | None, keep: int | None
 ) -> AttentionMemory:
-    """Return the memory after a row: the last `keep` tokens, or all of them if None.
+    """Return the memory for the next call, whose rows continue these rows.
 
-    With `keep` the shape is the same after every row, padded with zeros in front; without it M grows by L. Tokens of
-    earlier documents than the row's last do not count in `length_B`.
+    If `keep` is None, the new memory has all entries of `memory` and all L tokens. Else it has the last `keep` of
+    these; if there are fewer, zeros are put before them. The new `length_B` counts only tokens of the row's last
+    document, since the next call's row can continue only this document.
     """
     batch, length = k_BLGK.shape[:2]
     if documents_BL is None:
@@ -65,10 +76,11 @@ def remember(
 
 
 class AttentionInputs(NamedTuple):
-    """Queries, keys and values of a row, with the limits on the keys that a query sees.
+    """Queries, keys and values of the rows. Window and documents limit the visible keys; the memory adds keys.
 
-    Documents count up along a row; None means a single document. `boundaries_E` comes from `document_boundaries`; if it
-    is given, a kernel that needs it does not wait for the device.
+    `documents_BL` is None if every row is a single document. `boundaries_E` is the result of
+    `document_boundaries(documents_BL)`, or None. If a kernel needs the boundaries and gets None, it computes them, and
+    for this the host waits for the device.
     """
 
     q_BLHK: Tensor
@@ -81,9 +93,10 @@ class AttentionInputs(NamedTuple):
 
 
 class SeenKeys(NamedTuple):
-    """The first and last key that each query sees, as indices into all keys; the last is the query's own.
+    """The first and last key that each query sees, as indices into all S keys. The last is the query's own key.
 
-    Both only grow along a row. They are tensors because a mask must not capture numbers that change between calls.
+    Along a row, the indices never decrease. The mask function that FlexAttention compiles reads these tensors. If the
+    function computed the ranges from Python numbers, it would be compiled again for each new value.
     """
 
     first_BL: Tensor
@@ -91,7 +104,7 @@ class SeenKeys(NamedTuple):
 
 
 def seen_keys(inputs: AttentionInputs) -> SeenKeys:
-    """Return the range of keys that each query sees, given window, documents and memory."""
+    """Compute the range of keys that each query sees, from window, documents and memory."""
     q_BLHK, _, _, window, documents_BL, memory, _ = inputs
     batch, length = q_BLHK.shape[:2]
     before = 0 if memory is None else memory.keys_BMGK.shape[1]
@@ -108,7 +121,10 @@ def seen_keys(inputs: AttentionInputs) -> SeenKeys:
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """Compute attention with a dense mask, and the softmax in at least fp32."""
+    """Return the attention output in the queries' dtype, computed with a full mask (L, S).
+
+    The computation is in fp32 (float64 for float64 inputs).
+    """
     q_BLHK = inputs.q_BLHK
     keys = with_memory(inputs)
     visible = visible_keys(keys, 0, keys.keys_BSGK.shape[1], q_BLHK.shape[1], inputs.window)
@@ -120,7 +136,10 @@ def attention(inputs: AttentionInputs) -> Tensor:
 
 
 class AttentionKeys(NamedTuple):
-    """Keys and values, the memory's before the row's, and their documents (None: all are one)."""
+    """All S keys and values, first those from the memory, then those from the row, with each key's document number.
+
+    `documents_BS` is None if every row is a single document and there is no memory.
+    """
 
     keys_BSGK: Tensor
     values_BSGK: Tensor
@@ -128,7 +147,11 @@ class AttentionKeys(NamedTuple):
 
 
 def with_memory(inputs: AttentionInputs) -> AttentionKeys:
-    """Put the memory before the row; its padding gets a document of its own (-1), which no query sees."""
+    """Return the keys and values of the memory and the row together.
+
+    The last `length_B` entries of the memory get the document number of the row's first token. Earlier entries get -1,
+    so that no query sees them.
+    """
     _, k_BLGK, v_BLGK, _, documents_BL, memory, _ = inputs
     if memory is None:
         return AttentionKeys(k_BLGK, v_BLGK, documents_BL)
@@ -140,9 +163,10 @@ def with_memory(inputs: AttentionInputs) -> AttentionKeys:
 
 
 def visible_keys(keys: AttentionKeys, start: int, stop: int, queries: int, window: int | None) -> Tensor:
-    """Return a mask: True for each key of start:stop that each of the last `queries` tokens among them sees.
+    """Return a mask for a block of queries and the C keys `start` to `stop` - 1: True where a query sees a key.
 
-    Its shape is (Q, C) without documents, and (B, 1, Q, C) with them.
+    The block's Q = `queries` queries are the last tokens of this range of keys. The mask has the shape (Q, C) if `keys`
+    has no documents, else (B, 1, Q, C).
     """
     places_C = torch.arange(stop - start, device=keys.keys_BSGK.device)
     distance_QC = places_C[-queries:, None] - places_C
@@ -157,6 +181,10 @@ def visible_keys(keys: AttentionKeys, start: int, stop: int, queries: int, windo
 
 
 def attend_to_rows(inputs: AttentionInputs) -> Tensor:
-    """Run torch's own attention, causal over full rows: without window, documents and memory."""
+    """Compute causal attention with torch's scaled_dot_product_attention, for rows that are one document each.
+
+    The window, documents and memory in `inputs` are ignored. So the caller must check that there are no documents and
+    no memory, and that a window, if there is one, is at least as long as the row.
+    """
     q, k, v = (x.transpose(1, 2) for x in inputs[:3])
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""torch's own attention, for full rows on CUDA."""
+"""Causal attention over full rows by torch's scaled_dot_product_attention, on CUDA: no window, documents or memory."""
 
 from __future__ import annotations
 

@@ -1,13 +1,18 @@
 """Self-Extend (Jin et al. 2024): full attention in which groups of far keys share a position. For evaluation only.
 
-    s_ij = q_i . k_j                       where i - j < w, with the positions by which both were rotated
-           q_i' . k_j'                     elsewhere: i at floor(i / G) + w - floor(w / G), j at floor(j / G)
+    s_ij = q_i . k_j      if i - j < w ("near"): rotated by their own positions i and j
+           q_i' . k_j'    otherwise ("far"): q' rotated by floor(i / c) + w - floor(w / c), k' by floor(j / c)
 
-G is the group, w the number of neighbours. Far queries and keys are the near ones, rotated further from their own
-positions to the shared ones. So rows carry the same memory as in plain attention. Blocks of queries are scored one
-after another. There is no faster implementation, and training does not use this.
+i and j are token positions. A group has c positions (`SelfExtendOptions.group`), and w is the number of near keys
+(`neighbours`). s_ij is the score for query i and key j, before it is divided by sqrt(K).
 
-Legend as in `reference`.
+Queries and keys arrive rotated by their own positions. q' and k' are computed by a second rotation, by the difference
+between both positions. Keys are remembered for later rows without the second rotation. Query blocks are computed one
+after another. There is no faster implementation, since training does not use Self-Extend.
+
+Legend: B rows (sequences in the batch), L tokens per row, S keys per row (remembered tokens before the row, then its L
+tokens), H query heads, G key/value heads, A = H / G query heads per key/value head, K channels per head, M remembered
+tokens, Q queries per block.
 """
 
 from __future__ import annotations
@@ -24,11 +29,11 @@ from hybridtron.ops.dispatch import untraced
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.rope import RopeInputs, apply_rope, rope_table
 
-BLOCK = 128  # queries that are scored at a time
+BLOCK = 128  # queries whose scores are computed at a time
 
 
 class Places(NamedTuple):
-    """Positions of the row's tokens in their documents, and the rotation that queries and keys were given."""
+    """Each token's position in its document, with the rotation's options and the number of rotated channels."""
 
     positions_BL: Tensor
     rope: RopeOptions
@@ -37,13 +42,13 @@ class Places(NamedTuple):
 
 @untraced
 def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions) -> Tensor:
-    """Attend to near keys at their own positions, and to far keys at positions shared by groups."""
+    """Return the attention output: near keys have their own positions, far keys those of their groups."""
     keys = with_memory(inputs)
     (_, length, _, head_dim) = inputs.q_BLHK.shape
     total = keys.keys_BSGK.shape[1]
     query_positions_BL = places.positions_BL
     back_M = torch.arange(total - length, 0, -1, device=query_positions_BL.device)
-    # remembered tokens come just before the row
+    # remembered tokens have the positions just before the row's first token
     positions_BS = torch.cat((query_positions_BL[:, :1] - back_M, query_positions_BL), dim=1)
     begin = by.neighbours - by.neighbours // by.group
     far_q = _turned(inputs.q_BLHK, query_positions_BL // by.group + begin - query_positions_BL, places)
@@ -52,7 +57,7 @@ def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions
     outputs = []
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        # the block among the keys
+        # first to last - 1: indices of the block's own tokens among all S keys
         first = total - length + start
         last = total - length + stop
         near = slice(max(0, first - by.neighbours + 1), last)
@@ -67,7 +72,7 @@ def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions
 
 
 def _seen(keys: AttentionKeys, first: int, last: int, neighbours: int) -> tuple[Tensor, Tensor]:
-    """Return two masks (1 or B, Q, S): near and far keys before `last` that each query from `first` on sees."""
+    """Return the masks for near and far visible keys (1 or B, Q, last), for the queries first to last - 1."""
     places_S = torch.arange(last, device=keys.keys_BSGK.device)
     distance_QS = places_S[first:, None] - places_S
     near = (distance_QS >= 0) & (distance_QS < neighbours)
@@ -79,7 +84,7 @@ def _seen(keys: AttentionKeys, first: int, last: int, neighbours: int) -> tuple[
 
 
 def _turned(x: Tensor, by_BL: Tensor, places: Places) -> Tensor:
-    """Rotate x by `by_BL` further positions, without YaRN's attention factor, which x has already."""
+    """Rotate x by `by_BL` more positions, without YaRN's attention factor, which the first rotation has applied."""
     return apply_rope(RopeInputs(x, *rope_table(by_BL, places.channels, replace(places.rope, attention=1.0))))
 
 

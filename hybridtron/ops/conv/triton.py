@@ -1,7 +1,7 @@
-"""The causal convolution by Triton kernels of our own, which take a tail and document boundaries together.
+"""The causal convolution by this project's Triton kernels, which support a tail and documents together.
 
-They sum in a fixed order and save only their inputs. Compared with the reference in Triton's interpreter, compiled for
-sm_90, and correct on an H200 (benchmarks/gpu.md).
+They are deterministic, and save only their inputs for the backward pass. Results were compared with the reference in
+Triton's interpreter, and in an earlier version on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations

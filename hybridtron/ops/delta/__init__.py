@@ -1,4 +1,4 @@
-"""The delta rule with decays, by head (Gated DeltaNet) or by key channel (KDA)."""
+"""The delta rule with one decay per head (Gated DeltaNet) or per key channel (KDA)."""
 
 from hybridtron.ops.delta import chunked, native, reference, triton
 from hybridtron.ops.delta.reference import DeltaInputs

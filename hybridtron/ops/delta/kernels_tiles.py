@@ -1,4 +1,4 @@
-"""In what sizes the Triton kernels of the delta rule are cut, and by how many warps they run."""
+"""Tile sizes and warps for the delta rule's Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import torch
 
 from hybridtron.ops.gla.kernels_row import ChunkTiles
 
+# Names of constants that most kernels take. For keys and values: the number of channels (N, P), the padded number
+# (BLOCK_N, BLOCK_P), and the number per slice (KEYS, VALUES). For matrix multiplications: dtype and precision.
 SIZES = "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES", "PRODUCT", "PRECISION"
-NARROW = {"num_warps": 2}  # for one that computes little beside what it sums over threads
-WIDE = {"num_warps": 8}  # for kernels that hold more than four warps have registers for
+NARROW = {"num_warps": 2}  # for the kernel `inverse`, which mostly sums across threads
+WIDE = {"num_warps": 8}  # for kernels that need more registers than 4 warps have
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaTiles(ChunkTiles):
-    """A chunk's parts are the blocks that are inverted at first.
+    """Tile sizes for the delta rule's kernels: those in `ChunkTiles`, and two more.
 
-    `walk` is the values that a program carries from chunk to chunk, with all keys of the head; `decayed_keys` those of
-    pairs where every channel has a decay.
+    part (in `ChunkTiles`): tokens in a diagonal block, which `kernels_forward.inverse` inverts before it merges blocks
+    walk: value channels in a state that one program of `walk` or `walk_back` carries from chunk to chunk
+    decayed_keys: key channels that a kernel of `kernels_pairs` loads at a time, for a decay per key channel
     """
 
     walk: int
@@ -26,11 +29,11 @@ class DeltaTiles(ChunkTiles):
 
 
 def tiles(dtype: torch.dtype) -> DeltaTiles:
-    """Chosen so that ptxas spills next to no registers for an H100; fp32 has products without tensor cores, which hold
-    more.
+    """Return tile sizes for which ptxas spills almost no registers on an H100.
 
-    With 16 or 32 values in bf16 the walk went wrong on an H200, by what Triton 3.6 and 3.7.1 made of it: states of
-    zeros, illegal addresses. With 64 it is right.
+    fp32 matrix multiplications run without tensor cores, and need more registers. In bf16, `walk` must be 64: with 16
+    or 32, Triton 3.6 and 3.7.1 compiled the kernel `walk` wrongly. On an H200 its states were then zero, or it accessed
+    illegal addresses.
     """
     if dtype == torch.bfloat16:
         return DeltaTiles(64, 16, keys=64, values=64, walk=64, decayed_keys=32)

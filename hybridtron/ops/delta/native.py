@@ -1,6 +1,7 @@
-"""The delta rule compiled for this CPU: a triangular system and products in the cache (`native/delta.h`).
+"""The delta rule by C++ compiled for this CPU (`native/delta.h`), chunk by chunk as in `chunked.py`.
 
-Legend: as in `reference`; Q value size, padded to full vectors.
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, Q value channels
+padded to full SIMD vectors, G = N or 1 (a decay per key channel or per head).
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from hybridtron.ops.native.tensors import Tokens
 
 
 class DeltaTask(ctypes.Structure):
-    """Arguments of the compiled functions: `Delta` in delta.h."""
+    """Arguments for the compiled functions: the struct `Delta` in delta.h.
+
+    rows, length, heads, size, states, gates: B, L, H, P, N, G
+    q, k, v, beta, g, y: inputs and output
+    starts: mask, True for tokens that begin a document
+    state: state before the row, which is overwritten by the state after it; in the backward pass, the gradient of the
+        state after the row, which is overwritten by that of the state before it
+    kept: state before each token chunk, which the forward pass stores for the backward pass
+    grad_...: gradients
+    """
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "states", "gates")),
@@ -29,7 +39,7 @@ class DeltaTask(ctypes.Structure):
 
 
 class NativeDeltaRow(NamedTuple):
-    """Inputs of the compiled recurrence, in the order of their gradients; a `NativeRow`."""
+    """The op's inputs, as the `NativeRow` that `matrix_recurrence` takes. Gradients have the order of these fields."""
 
     v_BLHP: Tensor
     q_BLHN: Tensor
@@ -50,7 +60,7 @@ class NativeDeltaRow(NamedTuple):
         return {"rows": rows, "length": length, "heads": heads, "size": size, "states": states, "gates": gates}
 
 
-@untraced  # the compiled function is not an operation of torch
+@untraced  # torch.compile can't trace a function in C++
 def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, _, documents_BL = inputs
     row = NativeDeltaRow(v_BLHP, q_BLHN, k_BLHN, beta_BLH, g_BLHG, initial_state(inputs))

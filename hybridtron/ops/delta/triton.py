@@ -1,6 +1,7 @@
-"""The delta rule by Triton kernels of our own (`kernels`), with states in and out, documents, and reproducible bits.
+"""The delta rule by this project's Triton kernels (`kernels`).
 
-Compared with the reference in Triton's interpreter, compiled for sm_90, and correct on an H200 (benchmarks/gpu.md).
+The kernels take the state before a row and return the state after it. They support several documents in a row, and are
+deterministic. Results were compared with the reference in Triton's interpreter and on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -8,9 +9,8 @@ from __future__ import annotations
 from hybridtron.ops.delta.reference import DeltaInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
-# of a head; a program holds all keys of a state, for some of its values
-MOST_KEYS = 128
-MOST_VALUES = 256
+MOST_KEYS = 128  # maximum key channels per head: one program of `walk` keeps all of them in registers
+MOST_VALUES = 256  # maximum value channels per head
 
 
 def _unsupported_reason(inputs: DeltaInputs) -> str | None:

@@ -1,4 +1,4 @@
-"""Dropout whose draws depend only on the numbers of tokens and channels, not on a random state."""
+"""Dropout without a random state: a hash of token and channel numbers decides which elements are dropped."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import reference, triton

@@ -1,9 +1,11 @@
-"""Dropout by a counter: a hash of a value's token number and channel number decides if the value is dropped.
+"""Dropout without a random state: a hash of an element's token number and channel number decides if it is dropped.
 
-    u = mix(token ^ channel)                        32 bits (the finish of MurmurHash3)
-    y = x / (1 - share) where u >= share 2^32, else 0
+    u = mix(token ^ channel) + 2^31               from 0 to 2^32 - 1
+    y = x / (1 - share) if u >= share 2^32, else 0
 
-No random state is read or kept: a pass that runs again draws the same.
+`token` and `channel` are an element's token number and channel number (`numbers.py`). mix is MurmurHash3's finalizer,
+with its result read as int32. `share` is the fraction of elements to drop. Because u depends only on the two numbers, a
+forward pass that is computed a second time drops the same elements as the first.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# as int32
+# multipliers of MurmurHash3's finalizer, as int32
 FIRST = 0x85EBCA6B - 2**32
 SECOND = 0xC2B2AE35 - 2**32
 
 
 class DropoutInputs(NamedTuple):
-    """Values x (..., C), int32 numbers for its tokens (...) and channels (C,) from `numbers`, and the share to drop."""
+    """Activations x (..., C), int32 numbers of tokens (...) and channels (C,), and the fraction to drop (`share`).
+
+    `numbers.py` computes the numbers.
+    """
 
     x: Tensor
     tokens: Tensor
@@ -28,21 +33,21 @@ class DropoutInputs(NamedTuple):
 
 
 def dropout(inputs: DropoutInputs) -> Tensor:
-    """Return y, in the dtype of x."""
+    """Return x with the dropped elements set to 0 and the remaining elements scaled by 1 / (1 - share)."""
     x, tokens, channels, share = inputs
     bits = mixed(tokens[..., None] ^ channels)
     return torch.where(bits >= threshold(share), x * (1 / (1 - share)), 0.0)
 
 
 def threshold(share: float) -> int:
-    """Return the smallest hash, as int32, with which a value is kept; int32 counts from -2^31."""
+    """Return the smallest result from `mixed` with which an element is kept: share 2^32 - 2^31."""
     return int(share * 2**32) - 2**31
 
 
 def mixed(bits: Tensor) -> Tensor:
-    """Hash int32 to int32, evenly distributed over all of its range (the finish of MurmurHash3).
+    """Hash int32 to int32 with MurmurHash3's finalizer; hashes are evenly distributed over the full range.
 
-    This happens in place, because `bits` is as large as the values.
+    The result overwrites `bits`, to save memory: this tensor has as many elements as x.
     """
     for shift, factor in ((16, FIRST), (13, SECOND)):
         bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)

@@ -1,4 +1,9 @@
-"""The gated norm compiled for this CPU (`native/gated_norm.cpp`): one pass for the full norm, or for a step of it."""
+"""The gated norm by C++ compiled for this CPU (`native/gated_norm.cpp`), as one op and as two ops.
+
+`reference.py` defines the ops `gated_norm`, `gated_squares` and `gated_scale`, and v, whose squares are summed.
+
+Legend: B rows (sequences in the batch), L tokens per row, E channels, H heads, P channels per head.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +20,21 @@ from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import Tokens, address, first_part, like, readable, scalar
 from hybridtron.ops.precision import wide_type
 
-WORTH = 2**16  # inputs that justify one more thread
+WORTH = 2**16  # elements per thread: with fewer, an additional thread gains no time
 
 
 class GatedNormTask(ctypes.Structure):
-    """Arguments of the compiled functions: `GatedNorm` in gated_norm.cpp."""
+    """Arguments for the compiled functions: the struct `GatedNorm` in gated_norm.cpp.
+
+    rows, length, channels: B, L, E
+    head: P, channels per head
+    scaled: 1 for `gated_scale`, else 0
+    y, z, out: inputs and output
+    heads: each head's sum of v^2 (output of `gated_squares`), or each head's factor (input of `gated_scale`)
+    weight: a weight for each channel
+    grad_...: gradients; that of the weight as one partial sum per token block
+    eps: constant of `gated_norm`
+    """
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "head", "scaled")),
@@ -29,7 +44,7 @@ class GatedNormTask(ctypes.Structure):
     )
 
 
-@untraced  # the compiled function is not an operation of torch
+@untraced  # torch.compile can't trace a function in C++
 def gated_norm(inputs: GatedNormInputs) -> Tensor:
     return _NativeGatedNorm.apply(*inputs)
 
@@ -50,7 +65,10 @@ SCALE = Implementation("native", gated_scale, "cpu", missing=missing)
 
 
 class _NativeGatedNorm(torch.autograd.Function):
-    """Autograd function that saves y, z and the weight; the compiled function takes a group as a head."""
+    """Autograd function for `gated_norm`, which saves y, z and the weight.
+
+    The compiled function computes a norm for each head, so each channel group is passed as one head.
+    """
 
     @staticmethod
     def forward(ctx: Any, y_BLE: Tensor, z_BLE: Tensor, weight_E: Tensor, groups: int, eps: float) -> Tensor:
@@ -69,7 +87,7 @@ class _NativeGatedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
+        saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint forbids a second access
         y, z, grad = (readable(x).unflatten(-1, (ctx.groups, -1)) for x in (*saved[:2], grads[0]))
         grad_y = like(y)
         grad_z = like(z)
@@ -83,7 +101,7 @@ class _NativeGatedNorm(torch.autograd.Function):
 
 
 class _NativeSquares(torch.autograd.Function):
-    """Autograd function that saves y and z."""
+    """Autograd function for `gated_squares`, which saves y and z."""
 
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
@@ -108,7 +126,7 @@ class _NativeSquares(torch.autograd.Function):
 
 
 class _NativeScale(torch.autograd.Function):
-    """Autograd function that saves only its inputs."""
+    """Autograd function for `gated_scale`, which saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor, scale_BLH: Tensor, weight_HP: Tensor) -> Tensor:
@@ -126,7 +144,7 @@ class _NativeScale(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
+        saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint forbids a second access
         y_BLHP, z_BLHP, scale_BLH, weight_HP = saved
         y, z, scale, grad = (readable(t) for t in (y_BLHP, z_BLHP, scale_BLH, grads[0]))
         grad_y = like(y)

@@ -1,4 +1,4 @@
-"""The gate of a GEGLU block."""
+"""The elementwise part of GEGLU: gelu(gate) * up."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.geglu import recomputed, reference, triton

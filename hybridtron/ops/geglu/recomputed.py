@@ -1,4 +1,7 @@
-"""GEGLU's gate, with only its two inputs saved for backward; plain autograd also saves gelu(gate)."""
+"""gelu(gate) * up in torch, with only gate and up saved for the backward pass.
+
+Autograd alone would also save gelu(gate).
+"""
 
 from __future__ import annotations
 

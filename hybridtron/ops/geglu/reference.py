@@ -1,8 +1,9 @@
-"""The gate of a GEGLU block (Shazeer 2020).
+"""The elementwise part of GEGLU (Shazeer 2020).
 
-    y = gelu(gate) * up,   gelu(g) = g Phi(g), Phi the distribution function of the standard normal: exact, no tanh
+    y = gelu(gate) * up,   gelu(g) = g Phi(g)
 
-Only the elementwise part: the projections before and after it belong to the mixer.
+Phi is the standard normal distribution's cumulative distribution function, without the tanh approximation. The
+projections before and after this op belong to the mixer, the sub-layer that uses it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from torch import Tensor
 
 
 class GEGLUInputs(NamedTuple):
-    """Gate and up side by side on the last axis, as one projection writes them."""
+    """One tensor with the channels of `gate` and then those of `up` on its last axis, as one projection writes them."""
 
     gate_up: Tensor
 
 
 def geglu(inputs: GEGLUInputs) -> Tensor:
-    """Return gelu(gate) * up, in the dtype of the input."""
+    """Return gelu(gate) * up, in the input's dtype."""
     gate, up = inputs.gate_up.chunk(2, dim=-1)
     return F.gelu(gate) * up

@@ -1,4 +1,4 @@
-"""GEGLU's gate by Triton kernels of our own (`kernels`). Correct on an H200 (benchmarks/gpu.md)."""
+"""gelu(gate) * up by this project's Triton kernels (`kernels`). Checked on an H200 (benchmarks/gpu.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recurrence with one log-decay for each key channel (GLA)."""
+"""Gated linear attention (GLA): a recurrence with one decay for each key channel."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.gla import chunked, native, reference, triton

@@ -1,6 +1,6 @@
-"""What the launchers of gated linear attention's and of the delta rule's kernels share: sizes, chunks and programs.
+"""Sizes, grids and constants that the launches for gated linear attention and the delta rule share.
 
-Legend: as in `reference`.
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from hybridtron.ops.kernel_launch import ceil_div
 
 @dataclass(frozen=True)
 class ChunkTiles:
-    """Tokens of a chunk and of its parts; keys and values that a program holds at a time; warps of a program."""
+    """Tile sizes for an op's kernels in one dtype."""
 
-    chunk: int
-    part: int
-    keys: int
-    values: int
-    warps: int = 4
+    chunk: int  # tokens per chunk
+    part: int  # tokens per part; a chunk is divided into parts
+    keys: int  # key channels per slice; a kernel computes a head's slices in different programs, or in a loop
+    values: int  # value channels per slice
+    warps: int = 4  # warps per program
 
 
 class ChunkedKernelRow:
-    """Beside an op's inputs, contiguous; in the place of documents, which tokens begin one."""
+    """Helpers for kernel launches. An op's class inherits from this class and from the NamedTuple of the op's inputs.
+
+    All tensors are contiguous. The field `documents_BL` has a mask for tokens that begin a document, not document
+    numbers.
+    """
 
     k_BLHN: Tensor
     v_BLHP: Tensor
@@ -33,34 +37,44 @@ class ChunkedKernelRow:
 
     @property
     def tiles(self) -> ChunkTiles:
+        """Tile sizes for v's dtype."""
         raise NotImplementedError
 
     @property
     def blocks(self) -> dict[str, int]:
-        """BLOCK_N and BLOCK_P, a head's keys and values, and KEYS and VALUES, those of a program."""
+        """Sizes along a head's channels, as kernel constants by name.
+
+        BLOCK_N, BLOCK_P: how many key channels and value channels, padded
+        KEYS, VALUES: key channels and value channels per slice
+        """
         raise NotImplementedError
 
     @property
     def chunks(self) -> int:
+        """Number of chunks in a row."""
         return ceil_div(self.v_BLHP.shape[1], self.tiles.chunk)
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """L, H."""
+        """L and H: tokens per row, and heads."""
         return self.k_BLHN.shape[1], self.k_BLHN.shape[2]
 
     @property
     def slices(self) -> tuple[int, int]:
-        """Programs among which a head's keys are divided, and its values."""
+        """Number of slices for a head's key channels, and for its value channels."""
         of = self.blocks
         return of["BLOCK_N"] // of["KEYS"], of["BLOCK_P"] // of["VALUES"]
 
     def grid(self, per_chunk: int, per_head: int) -> tuple[int, int, int]:
+        """Return a kernel's grid: chunks times `per_chunk`, heads times `per_head`, rows."""
         rows, _, heads, _ = self.k_BLHN.shape
         return self.chunks * per_chunk, heads * per_head, rows
 
     def named(self, names: tuple[str, ...], others: dict[str, Any]) -> dict[str, Any]:
-        """Constants of a launch: the chunk and how it is run, and of these and the row's sizes those that are named."""
+        """Return a kernel's constants and compiler options: CHUNK, `num_warps`, `num_stages`, and those in `names`.
+
+        `others` has further constants by name, which `names` may also list.
+        """
         sizes = {
             **self.blocks,
             "N": self.k_BLHN.shape[3],

@@ -1,6 +1,7 @@
-"""Gated linear attention compiled for this CPU: blocks of tokens by products in the cache (`native/gla.h`).
+"""Gated linear attention by C++ compiled for this CPU (`native/gla.h`): matrix multiplications for blocks of tokens.
 
-Legend: as in `reference`; Q value size, padded to full vectors.
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, Q value channels
+padded to full SIMD vectors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from hybridtron.ops.native.tensors import Tokens
 
 
 class GLATask(ctypes.Structure):
-    """Arguments of the compiled functions: `Gla` in gla.h."""
+    """Arguments for the compiled functions: the struct `Gla` in gla.h.
+
+    rows, length, heads, keys, values: B, L, H, N, P
+    q, k, v, g, y: inputs and output
+    starts: mask, True for tokens that begin a document
+    state: state before the row, which is overwritten by the state after it; in the backward pass, the gradient of the
+        state after the row, which is overwritten by that of the state before it
+    kept: state before each token chunk, which the forward pass stores for the backward pass
+    grad_...: gradients
+    """
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "keys", "values")),
@@ -29,7 +39,7 @@ class GLATask(ctypes.Structure):
 
 
 class NativeGLARow(NamedTuple):
-    """Inputs of the compiled recurrence, in the order of their gradients; a `NativeRow`."""
+    """The op's inputs, as the `NativeRow` that `matrix_recurrence` takes. Gradients have the order of these fields."""
 
     v_BLHP: Tensor
     q_BLHN: Tensor
@@ -47,7 +57,7 @@ class NativeGLARow(NamedTuple):
         return {"rows": rows, "length": length, "heads": heads, "keys": keys, "values": self.v_BLHP.shape[3]}
 
 
-@untraced  # the compiled function is not an operation of torch
+@untraced  # torch.compile can't trace a function in C++
 def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
     q_BLHN, k_BLHN, v_BLHP, g_BLHN, _, documents_BL = inputs
     return matrix_recurrence(NativeGLARow(v_BLHP, q_BLHN, k_BLHN, g_BLHN, initial_state(inputs)), documents_BL)

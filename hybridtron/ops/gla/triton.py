@@ -1,7 +1,7 @@
-"""Gated linear attention by Triton kernels of our own (`kernels`).
+"""Gated linear attention by this project's Triton kernels (`kernels`).
 
-They take and return states, keep documents apart and give reproducible bits. Compared with the reference in Triton's
-interpreter, compiled for sm_90, and correct on an H200 (benchmarks/gpu.md).
+The kernels take the state before a row and return the state after it. They support several documents in a row, and are
+deterministic. Results were compared with the reference in Triton's interpreter and on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from hybridtron.ops.gla.reference import GLAInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
-# of a head, at most
-KEYS = 256
-VALUES = 512
+KEYS = 256  # maximum key channels per head
+VALUES = 512  # maximum value channels per head
 
 
 def _unsupported_reason(inputs: GLAInputs) -> str | None:

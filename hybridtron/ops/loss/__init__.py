@@ -1,4 +1,4 @@
-"""Cross-entropy, from logits or from their factors: the output head's input and weight."""
+"""Cross-entropy, from logits, or from the input and the weight of the output head."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.loss import chunked, reference

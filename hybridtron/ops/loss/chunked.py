@@ -1,18 +1,26 @@
-"""Cross-entropy of the output head, with the logits of only some tokens in memory at a time.
+"""Cross-entropy at the output head, with only some tokens' logits in memory at a time.
 
     logits_t = weight x_t,   loss = sum over unmasked t of  lse_t - logits_t[label_t] + z_loss lse_t^2
-    g_t = softmax(logits_t) (1 + 2 z_loss lse_t) - one_hot(label_t)       the gradient of the loss at logits_t
-    gradients: weight^T g_t for x_t, and sum_t g_t x_t^T for the weight
+    g_t = softmax(logits_t) (1 + 2 z_loss lse_t) - one_hot(label_t)       gradient for logits_t
+    weight^T g_t      gradient for x_t
+    sum_t g_t x_t^T   gradient for the weight
 
-The forward pass computes the gradients while it has the logits; backward only scales them. To compute them in backward
-would take the logits once more, a fourth product besides the three, and would not lower the peak of memory: the loss
-ends a forward pass, and the backward pass that follows at once would begin with these same two gradients. The saved
-gradients are as large as the input and the weight, for any number of tokens, so a micro-batch is passed in one call.
+lse_t is log(sum(exp(logits_t))), with the sum over the vocabulary. For masked t, g_t is 0. The tokens are divided into
+chunks. For each chunk, the forward pass computes the logits, the loss, and the gradients for x and the weight. The
+backward pass only multiplies these gradients by the incoming gradient of the loss. If the backward pass computed them,
+it would have to compute the logits again: a fourth matrix multiplication beside those for the logits and the two
+gradients. Peak memory would not be lower, because the backward pass begins just after the loss, and needs both
+gradients then.
 
-The weight's gradient goes through autograd like any other, so that tied weights, several micro-batches and Megatron's
-gradient accumulation are not affected. With several parts it is summed in fp32, always in the same order.
+The saved gradients are as large as x and the weight, however many chunks there are. With several calls per micro-batch,
+each call would save a gradient for the weight. So all tokens in a micro-batch are passed in one call.
 
-Legend: T any leading axes of tokens, N their product, C those of one part, D width, V vocabulary, or a rank's shard.
+Autograd treats the weight's gradient like any other gradient. So tied weights, several micro-batches and Megatron's
+gradient accumulation work as usual. With several chunks, the weight's gradient is accumulated in fp32, in the order of
+the chunks.
+
+Legend: T any leading token axes, N number of tokens, C tokens per chunk, D channels of x, V entries of the vocabulary
+(all, or those of a rank's shard).
 """
 
 from __future__ import annotations
@@ -33,9 +41,13 @@ from hybridtron.planning.count import logits_at_a_time
 
 
 def chunked(inputs: LinearCrossEntropyInputs) -> Loss:
-    """Compute the loss part by part; with a vocabulary shard, the gradient of `x_TD` is only this shard's term."""
+    """Return the loss, computed chunk by chunk.
+
+    If the vocabulary is sharded, the gradient for `x_TD` has only the terms from this shard, and the caller has to
+    all-reduce it over the shards.
+    """
     x_TD, weight_VD, labels_T, mask_T, z_loss, share = inputs
-    if not mask_T.numel():  # there is no part to compute, and no logits to save memory for
+    if not mask_T.numel():  # no tokens, so there is no chunk
         return linear_cross_entropy(inputs)
     recorded = torch.is_grad_enabled()
     wanted = WantedGradients(recorded and x_TD.requires_grad, recorded and weight_VD.requires_grad)
@@ -48,14 +60,17 @@ CHUNKED = Implementation("chunked", chunked)
 
 
 class WantedGradients(NamedTuple):
-    """Two flags: compute the gradient of the input, of the weight."""
+    """Flags: True for each gradient (for x, for the weight) that autograd needs."""
 
     of_x: bool
     of_weight: bool
 
 
 class SummedGradients:
-    """Gradients of the input and the weight, accumulated over parts of the tokens; None if not wanted."""
+    """Gradients for x (each chunk fills its own rows) and for the weight (summed over chunks); None if not wanted.
+
+    `several` is True if there is more than one chunk.
+    """
 
     def __init__(self, inputs: LinearCrossEntropyInputs, wanted: WantedGradients, several: bool) -> None:
         self.x_ND = inputs.x_TD
@@ -69,7 +84,7 @@ class SummedGradients:
         self.of_weight_VD: Tensor | None = None
 
     def add(self, part: slice, of_logits_CV: Tensor) -> None:
-        """Add the gradients from some tokens, given the gradient at their logits."""
+        """Fill x's gradient for the tokens `part`, and add to the weight's, from the gradient for the logits."""
         x_CD = self.x_ND[part]
         if self.of_x_ND is not None:
             room_CD = self.of_x_ND[part]
@@ -84,22 +99,25 @@ class SummedGradients:
             add_product(self.of_weight_VD, of_logits_CV.mT, x_CD)
 
     def _first(self, of_logits_VC: Tensor, x_CD: Tensor) -> Tensor:
-        """Return the first part's product, in the dtype of the sum."""
+        """Return the weight's gradient from the first chunk, in the accumulation's dtype.
+
+        This is x's dtype for one chunk, and fp32 (or float64) for several.
+        """
         wide = wide_type(x_CD) if self.several else x_CD.dtype
         if x_CD.is_cuda and wide != x_CD.dtype:
             return torch.mm(of_logits_VC, x_CD, out_dtype=wide)
         return matrix_product(ProductInputs(of_logits_VC, x_CD)).to(wide)
 
     def made(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients, in the dtypes of the input and the weight."""
+        """Return the gradients in x's and the weight's dtypes."""
         of_weight_VD = self.of_weight_VD
         return self.of_x_ND, None if of_weight_VD is None else of_weight_VD.to(self.weight_VD.dtype)
 
 
 def _sums_of(part: slice, inputs: LinearCrossEntropyInputs, gradients: SummedGradients) -> tuple[Tensor, Tensor]:
-    """Return lse and the label's logit for some tokens, and add their gradients to `gradients`.
+    """Return the lse and the label's logit for each token in a chunk, and add the chunk's gradients to `gradients`.
 
-    Their logits exist only during this call.
+    The chunk's logits exist only during this call.
     """
     x_ND, weight_VD, labels_N, mask_N, z_loss, share = inputs
     logits_CV = matrix_product(ProductInputs(x_ND[part], weight_VD.T))
@@ -118,7 +136,7 @@ def _sums_of(part: slice, inputs: LinearCrossEntropyInputs, gradients: SummedGra
 
 
 class _MadeInForward(torch.autograd.Function):
-    """Autograd function that computes the gradients in forward and saves only them."""
+    """Autograd function whose forward pass computes the gradients, and saves only these."""
 
     @staticmethod
     def forward(ctx: Any, wanted: WantedGradients, *fields: Any) -> tuple[Tensor, Tensor]:
@@ -141,6 +159,6 @@ class _MadeInForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # in place: a second backward pass would scale them twice, but torch refuses it
+        # Scaled in place, to save memory. In a second backward pass torch raises an error: saved tensors have changed.
         of_x_ND, of_weight_VD = (x if x is None else x.mul_(grad_total) for x in ctx.saved_tensors)
         return None, of_x_ND, of_weight_VD, None, None, None, None

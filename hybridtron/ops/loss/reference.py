@@ -1,11 +1,13 @@
-"""Cross-entropy of next tokens, with the z-loss that keeps the logits' normaliser near 1.
+"""Next-token cross-entropy, with a z-loss that keeps the softmax's normalizer near 1.
 
-    loss = sum over unmasked tokens of  lse - logits[label] + z_loss * lse^2,   lse = log sum_v exp(logits[v])
+    loss = sum over unmasked tokens t:  lse - logits[label] + z_loss * lse^2,   lse = log sum_v exp(logits[v])
 
-Sums, not means: the caller adds up micro-batches and ranks and divides by the number of tokens at the end. Here all
-logits exist at once, given or computed from their factors; training uses `chunked`, which never has them all.
+Losses are sums over tokens, not means: the caller adds them up over micro-batches and ranks, and finally divides by the
+number of tokens. Both losses in this file have all tokens' logits in memory at once: `cross_entropy` gets them, and
+`linear_cross_entropy` computes them from x and the weight. Training uses `chunked.py`, which computes the logits of one
+chunk of tokens at a time.
 
-Legend: T any leading axes of tokens, D width, V vocabulary, or this rank's shard of it.
+Legend: T any leading token axes, D channels of x, V vocabulary entries (all, or those of a rank's shard).
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from hybridtron.ops.softmax.reference import SoftmaxSums, SoftmaxSumsInputs, sof
 
 
 class Loss(NamedTuple):
-    """Sums over the unmasked tokens, and each token's cross-entropy; only `total` carries a gradient."""
+    """Results of the loss. Only `total` is differentiable."""
 
-    total: Tensor
-    cross_entropy: Tensor
-    tokens: Tensor
-    per_token: Tensor
+    total: Tensor  # cross-entropy plus z-loss, summed over the unmasked tokens
+    cross_entropy: Tensor  # summed over the unmasked tokens
+    tokens: Tensor  # number of unmasked tokens
+    per_token: Tensor  # cross-entropy of each token; 0 for masked tokens
 
 
 class CrossEntropyInputs(NamedTuple):
-    """Logits, labels, and a mask of the tokens that count; masked labels and logits may be anything."""
+    """Logits, labels, and a mask: True for tokens that count. Other tokens may have any logits and labels."""
 
     logits_TV: Tensor
     labels_T: Tensor
@@ -40,17 +42,22 @@ class CrossEntropyInputs(NamedTuple):
 
 
 class VocabularyShare(NamedTuple):
-    """A rank's vocabulary shard: its first token, and a function that combines its sums with the other shards'."""
+    """A rank's vocabulary shard.
+
+    first: the shard's first vocabulary entry
+    join: function that combines the shard's softmax sums with the other shards' sums
+    """
 
     first: int
     join: Callable[[SoftmaxSums], SoftmaxSums]
 
 
 class LinearCrossEntropyInputs(NamedTuple):
-    """The factors of the logits, for a shard of the vocabulary, or for all of it if `share` is None.
+    """x and weight, whose product is the logits, with labels and mask as in `CrossEntropyInputs`.
 
-    Masked rows of x may be anything for the loss, and their gradient is 0. But the weight's gradient is a product with
-    all rows of x, in which masked rows are multiplied by 0: non-finite values there make it nan.
+    The weight has the vocabulary shard `share`, or the full vocabulary if `share` is None. Where the mask is False, x
+    does not change the loss, and its gradient is 0. But x must also be finite for these tokens: in the weight's
+    gradient, their x is multiplied by 0, and 0 times infinity or nan is nan.
     """
 
     x_TD: Tensor
@@ -62,9 +69,9 @@ class LinearCrossEntropyInputs(NamedTuple):
 
 
 def cross_entropy(inputs: CrossEntropyInputs) -> Loss:
-    """Sum the cross-entropy and z-loss over tokens whose mask is True, in fp32 at least."""
+    """Return the loss, computed in fp32 (float64 for float64 logits)."""
     logits_TV, labels_T, mask_T, z_loss = inputs
-    # Masked rows of logits are replaced before any arithmetic: 0 * nan would still be nan.
+    # Masked tokens' logits are replaced by 0 before any arithmetic: to multiply them by 0 would keep nan.
     wide_TV = torch.where(mask_T[..., None], at_least_fp32(logits_TV), 0.0)
     lse_T = wide_TV.logsumexp(-1)
     picked_T = wide_TV.gather(-1, torch.where(mask_T, labels_T, 0)[..., None]).squeeze(-1)
@@ -72,7 +79,7 @@ def cross_entropy(inputs: CrossEntropyInputs) -> Loss:
 
 
 def linear_cross_entropy(inputs: LinearCrossEntropyInputs) -> Loss:
-    """Compute the loss with all logits at once; with a vocabulary shard, gradients are only this shard's terms."""
+    """Return the loss. If the vocabulary is sharded, x's gradient has only the terms from this shard."""
     x_TD, weight_VD, labels_T, mask_T, z_loss, share = inputs
     logits_TV = functional.linear(x_TD, weight_VD)
     if share is None:
@@ -81,7 +88,10 @@ def linear_cross_entropy(inputs: LinearCrossEntropyInputs) -> Loss:
     shard_sums = softmax_sums(SoftmaxSumsInputs(wide_TV.flatten(0, -2), labels_T.flatten() - share.first))
     joined = share.join(SoftmaxSums(*(values.detach() for values in shard_sums)))
     lse_T = (joined.greatest_C + joined.sum_C.log()).view(mask_T.shape)
-    # As lse = log sum_r exp(lse of shard r), its gradient by a shard's lse is exp(shard lse - lse), by picked 1.
+    # lse = log sum_r exp(lse of shard r), so the gradient of lse with respect to a shard's lse is exp(shard lse - lse).
+    # If the label is in this shard, the gradient of `picked` with respect to the shard's picked logit is 1; otherwise
+    # this shard has no gradient of `picked`. The joined values carry no gradient. To restore it, terms of the form
+    # x - x.detach() are added: their value is 0, and their gradient is that of x.
     shard_lse_T = wide_TV.logsumexp(-1)
     shard_part_T = (shard_lse_T - lse_T).exp().detach()
     lse_T = lse_T + shard_part_T * (shard_lse_T - shard_lse_T.detach())
@@ -90,7 +100,7 @@ def linear_cross_entropy(inputs: LinearCrossEntropyInputs) -> Loss:
 
 
 def summed_loss(lse_T: Tensor, picked_T: Tensor, mask_T: Tensor, z_loss: float) -> Loss:
-    """Sum the loss, given each token's lse and the logit of its label."""
+    """Compute the loss from each token's lse and its label's logit."""
     per_token_T = torch.where(mask_T, lse_T - picked_T, 0.0)
     z_T = torch.where(mask_T, z_loss * lse_T.square(), 0.0)
     total = (per_token_T + z_T).sum()

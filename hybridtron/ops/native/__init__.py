@@ -1,1 +1,1 @@
-"""Compiled CPU forms of the ops: C++ sources, and the code that builds them at first use."""
+"""CPU implementations of ops in C++, and the code that compiles and calls them."""

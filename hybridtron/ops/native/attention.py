@@ -1,10 +1,12 @@
-"""Compiled attention (`attention.h`) as an autograd function, for windows, packed documents and span attention alike.
+"""Autograd function for the compiled attention on CPUs (`attention.h`), with windows, documents and span attention.
 
-Queries are computed in pieces: up to `most_queries()` consecutive tokens of a row. Forward keeps its inputs, its output
-and the log-sum-exp of every query, as flash attention does.
+A row's queries are divided into pieces with at most `most_queries()` consecutive tokens. In span attention, a piece's
+queries also see blocks of earlier keys that were chosen for them. As in FlashAttention, the backward pass gets the
+inputs, the output and each query's log-sum-exp.
 
-Legend: B rows, L tokens, H query heads, G key/value heads, K head size, S keys of which the row's own are the last L;
-P pieces, C places of chosen blocks.
+Legend: B rows (sequences in the batch), L tokens per row, H query heads, G key/value heads, K channels per head, S keys
+per row (remembered tokens before the row, then its L tokens), P pieces in all rows together, N pieces per row in
+`whole_rows`, C entries in the list of chosen blocks.
 """
 
 from __future__ import annotations
@@ -21,21 +23,36 @@ from hybridtron.ops.native.library import call, constant, threads
 from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar
 from hybridtron.ops.precision import wide_type
 
-WORTH = 2**14  # entries of the queries that repay one more thread
+WORTH = 2**14  # query elements per thread: with fewer, an additional thread gains no time
 
 
 class AttentionPlan(NamedTuple):
-    """The tokens of each piece and the keys that they read, in int64: fields of `Attention` in attention.h."""
+    """The pieces, and the keys that their queries see, as int64 tensors, for `AttentionTask`.
 
-    pieces_P5: Tensor  # row, first token, number of tokens, place of its chosen blocks, number of chosen blocks
-    begins: Tensor  # (B + 1,): index of each row's first piece
-    first_BL: Tensor  # index among all keys of the first that a query reads besides chosen blocks
-    chosen_CG: Tensor | None = None  # first key of a chosen block; negative for none
+    pieces_P5: a piece's row, first token, token count, first entry in chosen_CG, and number of chosen blocks
+    begins: (B + 1,); row b has the pieces from begins[b] to begins[b + 1] - 1
+    first_BL: index of the first key that each query sees, apart from chosen blocks; the last one is the query's own key
+    chosen_CG: index of each chosen block's first key; negative if there is no block
+    block: tokens per chosen block
+    """
+
+    pieces_P5: Tensor
+    begins: Tensor
+    first_BL: Tensor
+    chosen_CG: Tensor | None = None
     block: int = 0
 
 
 class AttentionTask(ctypes.Structure):
-    """`Attention` in attention.h."""
+    """Arguments for the compiled functions: the struct `Attention` in attention.h.
+
+    rows, length, keys, heads, groups, size: B, L, S, H, G, K
+    q, k, v, y: inputs and output
+    grad_...: gradients
+    pieces, begins, first, chosen, block: the fields in `AttentionPlan`
+    lse: each query's log-sum-exp (B, H, L), an output of the forward pass
+    scale: factor for the scores
+    """
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "keys", "heads", "groups", "size", "block")),
@@ -46,13 +63,13 @@ class AttentionTask(ctypes.Structure):
 
 
 def attend(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return the heads' outputs (B, L, H, K), in the type of the queries."""
+    """Return the attention output (B, L, H, K), in the queries' dtype."""
     return _NativeAttention.apply(plan, q_BLHK, k_BSGK, v_BSGK)
 
 
 @functools.lru_cache(maxsize=16)
 def whole_rows(rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Cut rows into pieces of maximum length; return these (B, N, 5) and the index of each row's first piece."""
+    """Return the pieces (B, N, 5) and `begins` for an `AttentionPlan` whose pieces are as long as possible."""
     starts_N = torch.arange(0, length, most_queries())
     counts_N = (length - starts_N).clamp(max=most_queries())
     pieces_BN5 = torch.zeros(rows, len(starts_N), 5, dtype=torch.int64)
@@ -68,7 +85,7 @@ def most_queries() -> int:
 
 
 class _NativeAttention(torch.autograd.Function):
-    """Autograd function that keeps inputs, output and log-sum-exps."""
+    """Autograd function that saves the inputs, the output and the log-sum-exps."""
 
     @staticmethod
     def forward(ctx: Any, plan: AttentionPlan, *given: Tensor) -> Tensor:
@@ -85,11 +102,12 @@ class _NativeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BLHK, k_BSGK, v_BSGK, *outputs = ctx.saved_tensors  # read once: recomputation returns it only once
+        q_BLHK, k_BSGK, v_BSGK, *outputs = ctx.saved_tensors  # torch.utils.checkpoint allows one access
         wide = wide_type(q_BLHK)
         grad_y_BLHK = readable(grads[0])
         grad_q_BLHK = like(q_BLHK)
-        grad_k_BSGK, grad_v_BSGK = (like(x, wide).zero_() for x in (k_BSGK, v_BSGK))  # several pieces add to them
+        # zeros, because several pieces add to a key's and a value's gradients
+        grad_k_BSGK, grad_v_BSGK = (like(x, wide).zero_() for x in (k_BSGK, v_BSGK))
         task = _task(ctx.plan, q_BLHK, k_BSGK, v_BSGK, *outputs)
         task.grad_y, task.grad_q = Tokens.of(grad_y_BLHK), Tokens.of(grad_q_BLHK)
         task.grad_k, task.grad_v = Tokens.of(grad_k_BSGK), Tokens.of(grad_v_BSGK)

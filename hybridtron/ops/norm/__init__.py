@@ -1,4 +1,4 @@
-"""Root-mean-square norm, alone and after the sum of a residual stream."""
+"""Root-mean-square norm (RMSNorm), alone or after an addition to the residual stream."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.norm import native, reference, triton

@@ -1,4 +1,4 @@
-"""Root-mean-square norm, alone and after an addition, compiled for this CPU (`native/norm.cpp`)."""
+"""Root-mean-square norm by C++ compiled for this CPU (`native/norm.cpp`), alone or after an addition."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ from hybridtron.ops.native.tensors import Tokens, address, as_rows, first_part, 
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 from hybridtron.ops.precision import narrower, wide_type
 
-WORTH = 2**16  # inputs that justify one more thread
+WORTH = 2**16  # elements per thread: with fewer, an additional thread gains no time
 
 
 class NormTask(ctypes.Structure):
-    """Arguments of the compiled functions: `Norm` in norm.cpp."""
+    """Arguments for the compiled functions: the struct `Norm` in norm.cpp.
+
+    rows, length, channels: x's shape, (rows, tokens, channels)
+    x: the input; in the backward pass, the tensor that was normed
+    added, sum: tensor to add to x, and the sum; null for `rms_norm`
+    y: the norm
+    weight: a weight for each channel
+    grad_...: gradients; that of the weight as one partial sum per token block
+    eps: constant of the norm
+    """
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels")),
@@ -42,11 +51,12 @@ def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
     return None
 
 
-@untraced  # the compiled function is not an operation of torch
+@untraced  # torch.compile can't trace a function in C++
 def rms_norm(inputs: RMSNormInputs) -> Tensor:
     """Return the norm over the last axis.
 
-    Heads (B, L, H, N) that lie tokens first in memory are read in that order, so that nothing is copied.
+    If x has four axes and its second axis is the outermost in memory, the first two axes are exchanged for the call, so
+    that x is not copied.
     """
     x, weight, eps = inputs
     if x.dim() == 4 and x.stride(0) < x.stride(1):
@@ -68,7 +78,7 @@ ADD_NORM: Implementation[AddRMSNormInputs, tuple[Tensor, Tensor]] = Implementati
 
 
 class _NativeNorm(torch.autograd.Function):
-    """Autograd function that saves only its inputs."""
+    """Autograd function for `rms_norm`, which saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,7 +94,7 @@ class _NativeNorm(torch.autograd.Function):
 
 
 class _NativeAddNorm(torch.autograd.Function):
-    """Autograd function that saves the sum and the weight."""
+    """Autograd function for `add_rms_norm`, which saves the sum and the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -103,7 +113,7 @@ class _NativeAddNorm(torch.autograd.Function):
 
 
 def _forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the sum, or x if nothing is added, and its norm."""
+    """Return x + added (or x if `added` is None), and its norm."""
     rows = as_rows(x)
     wide = weight.to(wide_type(x)).contiguous()
     if (kind := narrower(x.dtype, weight.dtype)) == x.dtype:
@@ -122,7 +132,10 @@ def _forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def _backward(x: Tensor, weight: Tensor, eps: float, grad_y: Tensor, grad_sum: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, the tensor to norm, and of the weight; `grad_sum` is added to that of x."""
+    """Return the gradients for x, the tensor that was normed, and for the weight.
+
+    If `grad_sum` is given, it is added to the gradient for x.
+    """
     rows = as_rows(x)
     wide = weight.to(wide_type(x)).contiguous()
     task = _task(rows, wide, eps)

@@ -1,9 +1,10 @@
-"""Root-mean-square norm, alone and after the sum of a residual stream.
+"""Root-mean-square norm (RMSNorm), alone or after an addition.
 
     rms_norm:      y = x / sqrt(mean(x^2) + eps) * weight
-    add_rms_norm:  s = x + added,  and the norm of s
+    add_rms_norm:  s = x + added,   y = s / sqrt(mean(s^2) + eps) * weight
 
-A residual stream may have a wider dtype than the weights, such as fp32 with bf16 weights. Its norm is then bf16.
+Means are over the last axis. In `add_rms_norm`, x is the residual stream, which may have a higher precision than the
+weights. If x is fp32 and the weight is bf16, y is bf16.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hybridtron.ops.precision import at_least_fp32, narrower
 
 
 class RMSNormInputs(NamedTuple):
-    """A tensor to norm over its last axis, and a weight for each channel."""
+    """The tensor that is normed over its last axis, and a weight for each channel."""
 
     x: Tensor
     weight: Tensor
@@ -25,7 +26,10 @@ class RMSNormInputs(NamedTuple):
 
 
 class AddRMSNormInputs(NamedTuple):
-    """A residual stream x, a tensor to add to it, and the norm's weight; `added` is not wider than `x` in dtype."""
+    """The residual stream x, the tensor `added` to add to it, and the norm's weight.
+
+    The dtype of `added` has at most the precision of x's dtype.
+    """
 
     x: Tensor
     added: Tensor
@@ -34,7 +38,10 @@ class AddRMSNormInputs(NamedTuple):
 
 
 def rms_norm(inputs: RMSNormInputs) -> Tensor:
-    """Normalize x over its last axis, in fp32 at least; return it in the narrower dtype of x and weight."""
+    """Return the norm of x over its last axis, computed in fp32 (float64 for float64 inputs).
+
+    The result has x's or the weight's dtype: the one with the lower precision.
+    """
     x, weight, eps = inputs
     wide = at_least_fp32(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -42,6 +49,6 @@ def rms_norm(inputs: RMSNormInputs) -> Tensor:
 
 
 def add_rms_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
-    """Return the sum, in the dtype of `x`, and the norm of that rounded sum."""
+    """Return s = x + added in x's dtype, and the norm of the rounded s."""
     summed = inputs.x + inputs.added
     return summed, rms_norm(RMSNormInputs(summed, inputs.weight, inputs.eps))

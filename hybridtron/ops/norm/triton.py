@@ -1,6 +1,8 @@
-"""Root-mean-square norm, alone and after an addition, by Triton kernels of our own (`kernels`).
+"""Root-mean-square norm by this project's Triton kernels (`kernels`), alone or after an addition.
 
-Correct on an H200 (benchmarks/gpu.md) with one row at a time per program; tiles have run in the interpreter alone.
+A program computes a tile: one long row, or several short rows. Tiles with one row were checked on an H200
+(benchmarks/gpu.md). Tiles with several rows, and the kernel that adds up partial sums of the weight's gradient, have
+run only in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 
-MAX_CHANNELS = 8192  # of a row, which one program holds in its registers
+MAX_CHANNELS = 8192  # maximum size of the last axis: a program keeps all its channels in registers
 
 
 def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:

@@ -1,4 +1,4 @@
-"""Matrix products: those of projections, and those that a loss computes itself."""
+"""Matrix multiplications: `linear` for projections, and `matrix_product` inside ops that compute their gradients."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.product import onednn, reference

@@ -1,11 +1,13 @@
-"""A projection whose input has a second consumer: on a GPU its gradient is added in place to that of the other use.
+"""Projection of a tensor x that has a second use; on a GPU, the backward pass saves the kernel that adds x's gradients.
 
-    y = x weight^T      grad of x = (grad of x's other use) + (grad of y) weight
+    y = x weight^T
+    gradient for x = (gradient from the second use) + (gradient for y) weight
 
-Autograd would compute the two terms separately and add them in another pass. Here the matrix product accumulates into
-the first term. So nothing else may share that tensor: the other use of x must return its gradient in a new one.
+Autograd would compute both terms and then add them with another kernel. Here, the backward pass's matrix multiplication
+adds its result in place to the first term (addmm_). This overwrites the gradient tensor from the second use, so no
+other code may use that tensor. On a CPU, autograd computes the gradient as usual.
 
-Legend: T any leading axes, I and O channels in and out.
+Legend: T any leading axes, I input channels, O output channels.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from hybridtron.ops.product import LinearInputs, linear
 
 
 def branch(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
-    """Return x, for its other use, and x weight^T."""
+    """Return x for its second use, and x weight^T.
+
+    The second use must read the returned x and not `inputs.x_TI`, so that its gradient passes through this function.
+    """
     if inputs.x_TI.is_cuda and torch.is_grad_enabled():
         return _Branch.apply(*inputs)
     return inputs.x_TI, linear(inputs)

@@ -1,11 +1,14 @@
-"""fp32 matrix products by torch's oneDNN, for CPUs on which MKL leaves half of the vector width unused.
+"""fp32 matrix multiplications by oneDNN instead of MKL, on AMD's CPUs with AVX-512.
 
-On AMD's CPUs with AVX-512 MKL computes with AVX2 (90 GFLOP/s on one core of a Zen 5, where oneDNN reaches 200). On
-other CPUs both are equally fast, and torch's own choice stays. The bits do not depend on the number of threads.
+On these CPUs, MKL uses only AVX2, half the vector width: on one core of a Zen 5, MKL reaches 90 GFLOP/s, and oneDNN
+200. On other CPUs both are equally fast, and this file is not used. Results are bit-identical for any number of
+threads.
 
-Long sums, such as a weight's gradient over all tokens, are split into partial sums, so that rounding errors stay small.
+A sum with more than DEPTH terms, such as a weight's gradient over all tokens, is divided into partial sums, so that
+rounding errors stay small.
 
-Legend as in `reference`.
+Legend: T any leading axes, I input channels, O output channels. A matrix multiplication is (M, K) times (K, N); in
+`_Linear`, M is the number of tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ from torch.autograd.function import once_differentiable
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.product.reference import LinearInputs, ProductInputs
 
-DEPTH = 512  # terms of one partial sum
-LEAST = 2**22  # minimum number of multiplications: a call has some 70 us of overhead
+DEPTH = 512  # terms per partial sum
+LEAST = 2**22  # minimum number of multiplications; with fewer, the overhead of some 70 us per call is too large
 
 
 @functools.cache
 def missing() -> str | None:
-    """Return why oneDNN is not used on this machine, or None if it is."""
+    """Return why oneDNN is not used on this machine; None if it is used."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return "this torch has no oneDNN"
     try:
@@ -55,7 +58,7 @@ def _unsupported_reason(inputs: LinearInputs | ProductInputs) -> str | None:
 
 
 def matrix_product(inputs: ProductInputs) -> Tensor:
-    """Return left right in new memory, even if `room_MN` is given."""
+    """Return the matrix product left right in a new tensor, even if `room_MN` is given."""
     return _times(inputs.left_MK, inputs.right_KN.t())
 
 
@@ -73,7 +76,7 @@ PRODUCT: Implementation[ProductInputs, Tensor] = Implementation(
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function that keeps its inputs."""
+    """Autograd function for `linear`, which saves its inputs."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -93,9 +96,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return left right^T, summed DEPTH terms at a time.
+    """Return left right^T, as a sum over partial products with DEPTH terms.
 
-    Torch copies a transposed left factor. If the right one is smaller, they change places, and it is copied instead.
+    If the left factor is transposed in memory, torch copies it. If the right factor has fewer rows than such a left
+    factor, right left^T is computed instead, and the result is transposed.
     """
     if left_MK.stride(1) != 1 and len(left_MK) > len(right_NK):
         return _times(right_NK, left_MK).t()
@@ -111,12 +115,15 @@ def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return a dense matrix, possibly transposed; oneDNN can be a thousand times slower on slices of wider tensors."""
+    """Return x as a contiguous or transposed contiguous matrix; x is copied if it is neither.
+
+    With slices of wider tensors, which are not contiguous, oneDNN can be a thousand times slower.
+    """
     if x.t().is_contiguous():
         return x
     return x.contiguous()
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Return all tokens on one axis, dense: (tokens, channels)."""
+    """Reshape x to (tokens, channels), contiguous."""
     return x.reshape(-1, x.shape[-1]).contiguous()

@@ -1,9 +1,9 @@
-"""Matrix products as torch computes them: by MKL on most CPUs, by cuBLAS on CUDA.
+"""Matrix multiplications by torch, which uses MKL on most CPUs and cuBLAS on CUDA.
 
-    linear:          y = x weight^T, over the last axis of x
-    matrix_product:  left right, without gradients of its own
+    linear:          y = x weight^T, over the last axis of x; supports autograd
+    matrix_product:  (M, K) times (K, N); does not support autograd
 
-Legend: T any leading axes, I and O channels in and out, M, K, N of a product.
+Legend: T any leading axes, I input channels, O output channels; M, K and N are the sizes of two factors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LinearInputs(NamedTuple):
 
 
 class ProductInputs(NamedTuple):
-    """Both factors of a product, and optionally a tensor that the product may be written to."""
+    """Both factors, and optionally `room_MN`: a tensor to which an implementation may write the result."""
 
     left_MK: Tensor
     right_KN: Tensor
@@ -36,5 +36,5 @@ def linear(inputs: LinearInputs) -> Tensor:
 
 
 def matrix_product(inputs: ProductInputs) -> Tensor:
-    """Return left right, written to `room_MN` if it is given."""
+    """Return the matrix product left right. If `room_MN` is given, the result is written to it and returned."""
     return torch.mm(inputs.left_MK, inputs.right_KN, out=inputs.room_MN)

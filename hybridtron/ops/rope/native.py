@@ -1,6 +1,9 @@
-"""Rotary positions compiled for this CPU (`native/rope.cpp`): heads are read once and written once.
+"""Rotary positions (RoPE) by C++ compiled for this CPU (`native/rope.cpp`).
 
-The gradient of a rotation is the inverse rotation. So backward calls the same function, and keeps only the angles.
+x's gradient is dy rotated by the negated angles. So the backward pass calls the same function, and only the angles' cos
+and sin are saved.
+
+Legend: B rows (sequences in the batch), L tokens per row, H heads, K channels per head, k half of the rotated channels.
 """
 
 from __future__ import annotations
@@ -18,11 +21,17 @@ from hybridtron.ops.native.tensors import Tokens, like, readable, scalar, unsupp
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.rope.reference import RopeInputs
 
-WORTH = 2**17  # values that repay one more thread
+WORTH = 2**17  # elements per thread: with fewer, an additional thread gains no time
 
 
 class RopeTask(ctypes.Structure):
-    """Arguments of the compiled function: `Rope` in rope.cpp."""
+    """Arguments for the compiled function: the struct `Rope` in rope.cpp.
+
+    rows, length, heads, size, half: B, L, H, K, k
+    back: 1 to rotate by the negated angles, else 0
+    x, y: input and result
+    cos, sin: the angles' cos and sin
+    """
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "half", "back")),
@@ -34,7 +43,7 @@ def _unsupported_reason(inputs: RopeInputs) -> str | None:
     return left_to_torch_compile() or unsupported_types(inputs.x_BLHK)
 
 
-@untraced  # torch.compile can't trace a call of compiled code
+@untraced  # torch.compile can't trace a function in C++
 def apply_rope(inputs: RopeInputs) -> Tensor:
     return _NativeRope.apply(*inputs)
 
@@ -43,7 +52,7 @@ NATIVE = Implementation("native", apply_rope, "cpu", unsupported_reason=_unsuppo
 
 
 class _NativeRope(torch.autograd.Function):
-    """Autograd function that keeps the angles."""
+    """Autograd function that saves only the angles' cos and sin."""
 
     @staticmethod
     def forward(ctx: Any, x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
-"""Rotary positions: every pair of channels is rotated by an angle that grows with the position.
+"""Rotary positions (RoPE): each pair of channels is rotated by an angle that grows with the token's position.
 
     (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a),  a = position * f_i,  f_i = base^(-i / k)
 
-If queries are rotated by a and keys by b, a score depends on a - b alone, that is on their distance. Channel i of a
-head is paired with channel i + k, where k is half the head size ("rotate half"), as transformers' Llama pairs them; the
-interleaved pairing of the original paper is a permutation of the same channels and not offered. The frequencies f can
-be scaled for longer rows by the rules in `architecture/rope.py`; YaRN also multiplies cos and sin by a factor.
+x1 is channel i of a head, and x2 is channel i + k, for i from 0 to k - 1 ("rotate half"), as in Llama in transformers.
+The original paper pairs channels 2 i and 2 i + 1, which is not supported. If a query is rotated by the angle a, and a
+key by b, their attention score depends only on a - b, that is, on their distance.
 
-Legend: B rows, L tokens, H heads, K head size, k half of it.
+For rows longer than those in the original training, the frequencies f can be scaled by the rules in
+`architecture/rope.py`. YaRN also multiplies cos and sin by a factor.
+
+Legend: B rows (sequences in the batch), L tokens per row, H heads, K channels per head, k half the rotated channels (K
+/ 2 if all are rotated).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class RopeInputs(NamedTuple):
-    """Heads, and cos and sin of each token's angles, from `rope_table`."""
+    """Queries or keys, and cos and sin of each token's angles, as `rope_table` returns them."""
 
     x_BLHK: Tensor
     cos_BLk: Tensor
@@ -31,7 +34,10 @@ class RopeInputs(NamedTuple):
 
 
 def frequencies(rope: RopeOptions, channels: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return each channel pair's rotation per token in radians, (k,) in float64, scaled as `rope` says."""
+    """Return the frequencies f (k,) in radians per position, in float64, scaled as `rope` says.
+
+    `channels` counts the rotated channels, 2 k.
+    """
     pairs = torch.arange(channels // 2, dtype=torch.float64, device=device)
     plain = rope.base ** (-2.0 * pairs / channels)
     if rope.scale is None or rope.factor is None:
@@ -47,15 +53,21 @@ def frequencies(rope: RopeOptions, channels: int, device: torch.device | str = "
 
 
 def _kept_by_llama3(rope: RopeOptions, plain: Tensor) -> Tensor:
-    """Return each frequency's unscaled fraction: 0 for at most `low` rotations in an original row, 1 from `high` on."""
+    """Return the weight w for each frequency f: the scaled frequency is w f + (1 - w) f / factor.
+
+    The turns of a frequency are its full rotations in a row with the original length. The weight is 0 up to `low`
+    turns, 1 from `high` turns on, and linear in the turns in between.
+    """
     turns = (rope.original or 1) * plain / (2 * math.pi)
     return ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
 
 
 def _kept_by_yarn(rope: RopeOptions, channels: int, pairs: Tensor) -> Tensor:
-    """Return each frequency's unscaled fraction, which falls linearly over the channel pairs.
+    """Return the weight w for each frequency f: the scaled frequency is w f + (1 - w) f / factor.
 
-    It is 1 up to the pair with `fast` rotations in an original row, and 0 from the one with `slow` rotations on.
+    The turns of a frequency are its full rotations in a row with the original length. `fast` and `slow` are numbers of
+    turns. A channel pair with at least `fast` turns has the weight 1, and one with at most `slow` turns has 0. In
+    between, the weight is linear in the pair's index.
     """
 
     def place(turns: float) -> float:
@@ -66,9 +78,10 @@ def _kept_by_yarn(rope: RopeOptions, channels: int, pairs: Tensor) -> Tensor:
     if rope.truncate:
         first = math.floor(first)
         last = math.ceil(last)
+    # the limits of YaRN's published code, although the last pair has the index channels / 2 - 1
     first = max(first, 0)
     last = min(last, channels - 1)
-    wide = last - first if last != first else 0.001
+    wide = last - first if last != first else 0.001  # no division by zero
     return 1 - ((pairs - first) / wide).clamp(0, 1)
 
 
@@ -77,7 +90,8 @@ def rope_table(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, each (B, L, k), multiplied by YaRN's factor if there is one.
 
-    fp32 angles would be off by 0.06 rad at position 1M, so they are formed and reduced in float64 (off by 1e-10).
+    `head_dim` is the number of rotated channels, 2 k. Before cos and sin, angles are computed in float64 and reduced to
+    [0, 2 pi). At position 1 million an angle's error is 1e-10 rad; in fp32 it would be 0.06 rad.
     """
     angles_BLk = positions_BL.double()[..., None] * frequencies(rope, head_dim, positions_BL.device)
     reduced_BLk = angles_BLk.remainder(2 * math.pi)
@@ -90,9 +104,10 @@ def rope_table(
 
 
 def apply_rope(inputs: RopeInputs) -> Tensor:
-    """Rotate the channel pairs of every head by their token's angles; fp32 inside, the dtype of `x_BLHK` outside.
+    """Return x with the channel pairs of each head rotated by its token's angles.
 
-    If a head has more than 2 k channels, only the first 2 k are rotated.
+    Computed in fp32 (float64 for float64 inputs), and returned in x's dtype. If a head has more than 2 k channels,
+    only the first 2 k are rotated.
     """
     x_BLHK, cos_BLk, sin_BLk = inputs
     rotary = 2 * cos_BLk.shape[-1]

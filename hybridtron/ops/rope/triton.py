@@ -1,4 +1,4 @@
-"""Rotary positions by our own Triton kernel (`kernels`). Checked on an H200 (benchmarks/gpu.md)."""
+"""Rotary positions by this project's Triton kernel (`kernels`). Checked on an H200 (benchmarks/gpu.md)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.rope.reference import RopeInputs
 
-MOST_CHANNELS = 16384  # over all heads of a token, which one program holds
+MOST_CHANNELS = 16384  # maximum channels per token, over all heads: one program computes all of them
 
 
 def _unsupported_reason(inputs: RopeInputs) -> str | None:

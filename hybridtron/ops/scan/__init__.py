@@ -1,4 +1,4 @@
-"""The selective scan of Mamba-1."""
+"""Mamba-1's selective scan: the op `selective_scan` and its implementations, the preferred one first."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.scan import chunked, mamba_ssm, native, reference, triton

@@ -1,20 +1,29 @@
-"""The selective scan in torch alone, a chunk of tokens at a time, with its own backward pass.
+"""The selective scan in torch alone, one chunk of tokens at a time, with its own backward pass.
 
-Forward keeps the inputs and the state before each chunk; backward recomputes the states inside a chunk. With G_t
-the gradient of h_t, g_t that of y_t before the gate, s_t = delta_t x_t (a step) and a_t = delta_t A (an exponent):
+The forward pass computes
+
+    delta_t = softplus(dt_t + dt_bias),   s_t = delta_t x_t (the step),   a_t = delta_t A (the exponent)
+    h_t = exp(a_t) h_{t-1} + B_t s_t,     y_t = (C_t h_t + D x_t) silu(z_t)
+
+and saves the inputs and the state before each chunk. The backward pass recomputes the states inside a chunk. In these
+formulas dx is x's gradient (dy is y's, and so on), g_t is the gradient of C_t h_t + D x_t, and G_t is the gradient of
+h_t:
 
     g_t = dy_t silu(z_t),   dz_t = dy_t (C_t h_t + D x_t) silu'(z_t)
-    G_t = C_t g_t + exp(a_{t+1}) G_{t+1}               the same recurrence, from the last token to the first
+    G_t = C_t g_t + exp(a_{t+1}) G_{t+1}               a recurrence from the last token to the first
     dC_t = sum over channels of h_t g_t,   dB_t = sum over channels of G_t s_t
-    ds_t = sum over n of G_t B_t,          da_t = exp(a_t) h_{t-1} G_t
-    dA = sum over tokens of delta_t da_t,  ddelta_t = sum over n of A da_t + x_t ds_t
+    ds_t = sum_n G_t B_t,                  da_t = exp(a_t) h_{t-1} G_t
+    dA = sum_t delta_t da_t,               ddelta_t = sum_n A da_t + x_t ds_t
     dx_t = delta_t ds_t + D g_t,           ddt_t = ddelta_t sigmoid(dt_t + dt_bias)
+    dD = sum_t g_t x_t,                    ddt_bias = sum_t ddt_t
 
-At the last token of a chunk exp(a_{t+1}) G_{t+1} is the gradient of the state after the chunk, and the gradient of the
-state before it is exp(a_1) G_1. Where a document begins, its decay counts as 0 in both directions.
+The sums over t also run over all sequences in the batch. At the last token in a chunk, exp(a_{t+1}) G_{t+1} is the
+gradient that the next chunk's backward pass returns for the state between the chunks; for the last chunk it is the
+gradient of the final state. A chunk returns exp(a_1) G_1 for the state before it, with token 1 its first token.
+At the first token in a document, exp(a_t) is replaced by 0 in both passes.
 
-Legend: as in `reference`; T tokens of one chunk. States are (B, E, N) at the boundary of the op and (B, N, E) inside,
-because a CPU is fast on long vectors.
+Legend: B rows (sequences in a batch), L tokens, T tokens per chunk, E inner channels, N state entries per channel.
+States are (B, E, N) in the op's inputs and outputs, and (B, N, E) inside, because a CPU is fast on long vectors.
 """
 
 from __future__ import annotations
@@ -33,13 +42,13 @@ from hybridtron.ops.precision import wide_type
 from hybridtron.ops.scan.recurrence import recur
 from hybridtron.ops.scan.reference import ScanInputs, initial_state, selective_scan
 
-CHUNK = 64  # tokens whose states exist at the same time; backward keeps one state per chunk
+CHUNK = 64  # tokens per chunk; the states of this number of tokens are in memory at the same time
 
 
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """Scan a row with a few large operations per chunk; backward recomputes the states inside a chunk."""
-    if inputs.x_BLE.shape[1] <= 1:  # decoding: a single step of the loop
+    """Return y and the final state, computed with a few large operations per chunk."""
+    if inputs.x_BLE.shape[1] <= 1:  # a single token, as in decoding
         return selective_scan(inputs)
     x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, dt_bias_E, z_BLE, _, documents_BL = inputs
     A_NE = A_EN.t().contiguous()
@@ -53,7 +62,11 @@ CHUNKED = Implementation("chunked", chunked)
 
 
 class ChunkedRow(NamedTuple):
-    """The inputs without the state, in the order of the returned gradients; A has its channels innermost."""
+    """The inputs without the state; A is transposed, so that channels are its last axis.
+
+    The order of the fields is the one that `hybridtron.ops.chunks` expects: first tensors with a gradient per token,
+    then parameters (PARAMETERS is their number), then the mask of the tokens that begin a document.
+    """
 
     x_BLE: Tensor
     dt_BLE: Tensor
@@ -68,7 +81,7 @@ class ChunkedRow(NamedTuple):
     PARAMETERS = 3
 
     def chunk(self, tokens: slice) -> ScanChunk:
-        """Return consecutive tokens as a chunk, time first and in the compute dtype."""
+        """Return consecutive tokens as a chunk, with tokens as the first axis, in fp32 or float64."""
         wide = wide_type(self.x_BLE)
 
         def part(tensor_BL: Tensor) -> Tensor:
@@ -88,7 +101,7 @@ class ChunkedRow(NamedTuple):
 
 @dataclass
 class ScanChunk:
-    """T tokens, with outputs and gradients computed from them and the state before them."""
+    """The inputs for T tokens; computes outputs and gradients from these inputs and the state before the tokens."""
 
     x_TBE: Tensor
     shifted_TBE: Tensor  # dt + dt_bias
@@ -103,7 +116,8 @@ class ScanChunk:
         self.delta_TBE = F.softplus(self.shifted_TBE)
         self.step_TBE = self.delta_TBE * self.x_TBE
         if self.starts_TB is not None:
-            self.begun = self.starts_TB.nonzero(as_tuple=True)  # few indices; a mask would read all tokens
+            # indices and not a mask: few tokens begin a document, while masked operations read all tokens
+            self.begun = self.starts_TB.nonzero(as_tuple=True)
 
     def forward(self, state_BNE: Tensor) -> tuple[Tensor, Tensor]:
         """Return y with the gate applied, and the state after the chunk."""
@@ -114,9 +128,10 @@ class ScanChunk:
         return y_TBE.transpose(0, 1), h_TBNE[-1].clone()
 
     def decays(self) -> Tensor:
-        """Return exp(delta A) of each token, 0 where a document begins, and ones at the end: (T + 1, B, N, E).
+        """Return exp(delta A) for each token, 0 where a document begins, and one more entry of 1: (T + 1, B, N, E).
 
-        The ones are for backward: the gradient of the state after the chunk is passed to its last token undecayed.
+        The backward pass reads the last entry: the gradient of the state after the chunk reaches the chunk's last
+        token without decay.
         """
         length, batch, _ = self.x_TBE.shape
         decay_TBNE = self.A_NE.new_empty(length + 1, batch, *self.A_NE.shape)

@@ -1,4 +1,7 @@
-"""The selective scan compiled for this CPU: a loop over tokens, vectorized over channels (`native/recurrence.h`)."""
+"""The selective scan by C++ compiled for this CPU (`native/recurrence.h`): a loop over tokens, with SIMD over channels.
+
+Legend: B rows (sequences in a batch), L tokens, E inner channels, N state entries per channel.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ UNIT = 128  # channels in one unit of work: their decays and states over a chunk
 
 
 class ScanTask(ctypes.Structure):
-    """Arguments of the compiled functions: `Recurrence` in recurrence.h."""
+    """Arguments of the compiled functions, with the fields of the C++ struct `Recurrence` in recurrence.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "states", "groups", "unit")),
@@ -31,7 +34,11 @@ class ScanTask(ctypes.Structure):
 
 
 class NativeScanRow(NamedTuple):
-    """The scan's inputs for the compiled loop, with states (B, N, E): channels are contiguous in memory."""
+    """The scan's inputs for the compiled loop.
+
+    A and the state are transposed, so that the channels E are their last axis. `ops.native.recurrence.NativeRow`
+    describes the constants.
+    """
 
     x_BLE: Tensor
     dt_BLE: Tensor

@@ -1,11 +1,16 @@
 """A linear recurrence over the tokens of a chunk, with a factor for every entry of the state:
 
-    h_t = a_t h_{t-1} + u_t v_t        or, backwards,        h_t = a_t h_{t+1} + u_t v_t
+    forwards   h_t = a_t h_{t-1} + u_t v_t
+    backwards  h_t = a_t h_{t+1} + u_t v_t
 
-No value crosses a document boundary (a cut), finite or not. There a_t is 0, which suffices for finite values. If the
-state at the end is not finite, h is computed again without any addition across cuts.
+h is the state, a_t its factors, and u_t v_t the product that token t adds.
 
-Legend: T tokens, B rows, N state entries per channel, E channels; G groups of S tokens each, T = G S.
+A cut is a token t that the state of the neighbouring token, h_{t-1} or h_{t+1}, must not enter, because a document
+boundary lies between the two tokens. The caller passes a_t = 0 at a cut. This suffices if all values are finite, but 0
+times infinity is NaN. So if the final state of the recurrence is not finite, h is computed again, and at cuts the term
+with a_t is left out.
+
+Legend: T tokens, B rows (sequences in a batch), N state entries per channel, E channels.
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ import itertools
 import torch
 from torch import Tensor
 
-GROUP = 8  # tokens in a group: these advance one after another, all groups of a chunk in parallel
-LARGE_STATE = 2**15  # entries in all rows' states, from which on parallel groups gain nothing on a CPU
+GROUP = 8  # tokens in a group; the tokens of a group are computed one after another, the groups in parallel
+LARGE_STATE = 2**15  # state entries of all rows together; from this number on, parallel groups gain nothing on a CPU
 
 
 def recur(
@@ -28,9 +33,10 @@ def recur(
     cut_TB: Tensor | None,
     back: bool = False,
 ) -> None:
-    """Replace h, which holds u v on entry, by the states after all tokens.
+    """Replace h, which holds u v on entry, by the state at each token.
 
-    The carry is the state before the first token, or after the last one if `back`.
+    `carry_BNE` is the state before the first token. If `back` is True, the recurrence runs from the last token to the
+    first, and `carry_BNE` is the state after the last token. `cut_TB` marks the cuts; None means that there are none.
     """
     _recur(a_TBNE, h_TBNE, carry_BNE, None, back)
     if cut_TB is not None and not h_TBNE[0 if back else -1].sum().isfinite():  # inf and nan persist to the end
@@ -39,19 +45,25 @@ def recur(
 
 
 def _recur(a_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, cut_TB: Tensor | None, back: bool) -> None:
-    """Run the recurrence once, in place, without additions across the cuts if `cut_TB` is given.
+    """Run the recurrence once, in place; if `cut_TB` is given, add no state across a cut.
 
-    Few large operations instead of one small one per token: groups of tokens advance in parallel, each from zero; then
-    a state is passed from group to group; then every group adds the decayed state that it was passed.
+    A few large operations replace a small operation for each token:
+
+    1. Compute all groups of tokens in parallel, each from a zero state.
+    2. Compute the state before each group, group after group.
+    3. Add the state before a group to the states of all its tokens, decayed up to each token.
+
+    A group has GROUP tokens, or a single token if groups in parallel would gain nothing.
     """
     one_by_one = h_TBNE.device.type == "cpu" and carry_BNE.numel() >= LARGE_STATE
     size = 1 if one_by_one or len(h_TBNE) % GROUP != 0 else GROUP
     direction = -1 if back else 1
     a = a_TBNE.unflatten(0, (-1, size))
     h = h_TBNE.unflatten(0, (-1, size))
-    since_start = a if size == 1 else a.clone()  # product of the factors since the group's first token
+    # becomes, for each token, the product of the factors from the group's first token (in `order`) to this token
+    since_start = a if size == 1 else a.clone()
     cut = None if cut_TB is None else cut_TB.unflatten(0, (-1, size))
-    # a cut since then
+    # passed: True if any token from the group's first token (in `order`) to this token is a cut
     if cut is None:
         passed = None
     else:
@@ -70,7 +82,7 @@ def _recur(a_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, cut_TB: Tensor | N
 
 
 def _add(h: Tensor, factor: Tensor, place: tuple[int | slice, ...], before: Tensor, cut: Tensor | None) -> Tensor:
-    """Add factor * before to h at a place, except across a cut; return that part of h."""
+    """Add factor * before to the part of h with index `place`, except at cuts; return this part of h."""
     if cut is None:
         return h[place].addcmul_(factor[place], before)
     mask = cut[place]

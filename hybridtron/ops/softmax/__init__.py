@@ -1,4 +1,4 @@
-"""Sums and gradients of a softmax over a large vocabulary."""
+"""The softmax of the language-model loss as two ops: sums over the vocabulary, and logit gradients."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.softmax import native, reference, triton

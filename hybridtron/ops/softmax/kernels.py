@@ -1,11 +1,15 @@
-"""The softmax of a loss by Triton: one kernel reads the logits for its sums, one writes gradients over them.
+"""Triton kernels for the softmax of the language-model loss.
 
-Each reads a logit once, and all arithmetic is fp32. Rows are independent and a row is summed in one order: the same
-call gives the same bits again. The equations are in `reference`.
+    sums:       greatest = max_v l_v,   sum = sum_v exp(l_v - greatest),   picked = l_label
+    gradients:  l_v <- exp(l_v - lse) (1 + 2 z_loss lse) - [v = label],   0 for tokens outside the loss mask
 
-Right on an H200 (benchmarks/gpu.md).
+l are a token's logits, and <- means that they are overwritten. [v = label] is 1 if v is the label, else 0. Between the
+two kernels the caller computes lse = greatest + log sum; if ranks hold shards of the vocabulary, the caller first
+combines all ranks' sums. A label outside 0..V - 1 is in another rank's shard; `picked` is then 0. `z_loss` is the
+factor for the z-loss. Each kernel reads a logit once, and computes in fp32. No kernel uses atomics, so results are
+deterministic. Checked on an H200 (benchmarks/gpu.md).
 
-Legend: C tokens, V vocabulary, or a part of it.
+Legend: C tokens, V entries in the vocabulary or in this rank's shard.
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ from torch import Tensor
 from hybridtron.ops.kernel_launch import ceil_div, launch
 from hybridtron.ops.softmax.reference import SoftmaxGradientsInputs, SoftmaxSums, SoftmaxSumsInputs
 
-BLOCK = 4096  # logits that a program holds: 16 to a thread
+BLOCK = 4096  # logits per program: 16 per thread
 WARPS = 8
 
 
 def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
-    """One program for each token."""
+    """Return each token's largest logit, summed exp(logit - largest) and label logit; one program per token."""
     logits_CV, labels_C = inputs
     tokens, size = logits_CV.shape
     sums = SoftmaxSums(*(torch.empty(tokens, dtype=torch.float32, device=logits_CV.device) for _ in range(3)))
@@ -32,7 +36,7 @@ def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
 
 
 def softmax_gradients(inputs: SoftmaxGradientsInputs) -> Tensor:
-    """One program for each token and BLOCK logits."""
+    """Overwrite the logits with their gradients and return them; one program per token and BLOCK logits."""
     logits_CV, *per_token, z_loss = inputs
     tokens, size = logits_CV.shape
     grid = tokens, ceil_div(size, BLOCK)
@@ -51,7 +55,11 @@ def sums_of_rows(
     size: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one token: a sum that is scaled again whenever a larger logit comes."""
+    """Store one token's largest logit, summed exponentials and label logit. Grid: tokens.
+
+    The loop is an online softmax: the sum is rescaled whenever a block has a larger logit. `stride` is the stride of
+    the token axis, and `size` is V.
+    """
     token = tl.program_id(0).to(tl.int64)
     row_V = logits_CV + token * stride
     places = tl.arange(0, BLOCK)
@@ -82,12 +90,12 @@ def gradients_of_blocks(
     z_loss: float,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one token and BLOCK logits."""
+    """Overwrite BLOCK logits of one token with their gradients. Grid: tokens, logit blocks."""
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     block = logits_CV + token * stride + places
     lse, label, counts = tl.load(lse_C + token), tl.load(labels_C + token), tl.load(mask_C + token)
     softmax = tl.exp(tl.load(block, mask=places < size, other=0.0).to(tl.float32) - lse)
     gradient = softmax * (1 + 2 * z_loss * lse) - tl.where(places == label, 1.0, 0.0)
-    # chosen and not multiplied by 0: a masked row may hold what is no number
+    # tl.where and not a product with 0, since the logits of a masked token may be NaN or infinite
     tl.store(block, tl.where(counts, gradient, 0.0), mask=places < size)

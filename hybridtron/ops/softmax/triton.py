@@ -1,4 +1,7 @@
-"""The softmax of the head's loss by our own Triton kernels (`kernels`). Checked on an H200 (benchmarks/gpu.md)."""
+"""The softmax of the language-model loss by our own Triton kernels (`kernels`).
+
+Checked on an H200 (benchmarks/gpu.md).
+"""
 
 from __future__ import annotations
 

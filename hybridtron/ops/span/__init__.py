@@ -1,4 +1,4 @@
-"""Span-expanded attention (SE-Attn)."""
+"""Span-expanded attention (SE-Attn): attention inside chunks and to selected blocks of the past."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.span import flex, native, reference

@@ -1,8 +1,16 @@
-"""Span-expanded attention by FlexAttention, for CUDA: one kernel over full rows, which skips tiles of unseen keys.
+"""Span-expanded attention by FlexAttention, for CUDA: one kernel for all rows.
 
-The mask is a function of two small inputs: each token's chunk and block, and the table of blocks that each chunk has
-chosen. Two matrix products with that table find the tiles (128 queries, 128 keys) that are not empty, so no L x L
-tensor is ever stored. FlexAttention has no backward on a CPU; there its forward is tested.
+A token sees its own chunk up to itself, and the earlier blocks that were chosen for its chunk. The mask is computed
+from small tensors: each token's chunk and block, and a table of the blocks that each chunk has chosen. Matrix
+multiplications with this table find the tiles (128 queries by 128 keys) in which some query may see a key. The kernel
+skips all other tiles, so no L x S tensor is stored. FlexAttention has no backward pass on a CPU; tests on a CPU cover
+its forward pass.
+
+A segment is a range of tokens in a row that belong to one document.
+
+Legend: B rows (sequences in a batch), R rows in a segment, L tokens, S keys: the keys remembered from the document that
+the row continues, then the row's L keys; N is L or S, H query heads, G key/value heads, K head size, T chunks, U
+blocks. In `chosen_RGTC`, C blocks are chosen for a chunk; tensors about tiles have Q query tiles and C key tiles.
 """
 
 from __future__ import annotations
@@ -22,9 +30,11 @@ NOWHERE = -1
 
 
 class SpanPlaces(NamedTuple):
-    """Each token's chunk and block, numbered over a row's segments, and the table of chosen blocks.
+    """Each token's chunk and block, and the table of chosen blocks.
 
-    Keys that no segment may read have chunk and block -1. table_BGTU is True where a chunk has chosen a block.
+    Chunks and blocks are numbered over all segments in a row. A key that no segment can read has chunk -1 and block
+    -1. A key that can be read only as part of a chosen block has chunk -1. table_BGTU is True where a chunk has chosen
+    a block.
     """
 
     query_chunks_BL: Tensor
@@ -65,7 +75,11 @@ def places_of(inputs: SpanInputs) -> SpanPlaces:
 
 
 def mask_of(places: SpanPlaces, share: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask function, which gets a query's index in the row and a key's index among all keys."""
+    """Return the mask function for FlexAttention, which returns True if a query sees a key.
+
+    The function's arguments are the row, the query head, the query's index in the row, and the key's index among all S
+    keys. Each key/value head has `share` query heads.
+    """
     before = places.key_chunks_BS.shape[1] - places.query_chunks_BL.shape[1]
     key_blocks_BS = places.key_blocks_BS.clamp(min=0)
 
@@ -79,7 +93,7 @@ def mask_of(places: SpanPlaces, share: int) -> Callable[[Tensor, Tensor, Tensor,
 
 
 def tiles_of(places: SpanPlaces) -> Tensor:
-    """Return a mask of the tiles in which some query may see some key, (B, G, L / 128, S / 128)."""
+    """Return a mask for the tiles in which some query may see some key, (B, G, L / 128, S / 128)."""
     chunks, blocks = places.table_BGTU.shape[2:]
     queries_BQT = _held(places.query_chunks_BL, chunks)
     key_chunks_BCT = _held(places.key_chunks_BS, chunks)
@@ -94,14 +108,17 @@ def tiles_of(places: SpanPlaces) -> Tensor:
 
 
 def _held(numbers_BN: Tensor, count: int) -> Tensor:
-    """Mark the numbers below `count` that occur in each tile, (B, N / 128, count), as 0 and 1."""
+    """Return a table (B, N / 128, count): 1 where a tile with 128 tokens contains a chunk or block, else 0.
+
+    `numbers_BN` holds each token's chunk or block, and `count` is the number of chunks or blocks.
+    """
     tiles_BNT = F.pad(numbers_BN, (0, -numbers_BN.shape[1] % TILE), value=NOWHERE).unflatten(1, (-1, TILE))
     held = torch.zeros(*tiles_BNT.shape[:2], count + 1, device=numbers_BN.device)
     return held.scatter_(-1, torch.where(tiles_BNT < 0, count, tiles_BNT), 1.0)[..., :count]
 
 
 def span_attention(inputs: SpanInputs) -> Tensor:
-    """Compute attention for all rows and segments in one call."""
+    """Compute span attention for all rows and segments in one call of FlexAttention."""
     q_BLHK, k_BSGK, v_BSGK, _, _ = inputs
     places = places_of(inputs)
     share = q_BLHK.shape[2] // k_BSGK.shape[2]

@@ -1,8 +1,15 @@
-"""Span-expanded attention compiled for this CPU (`native/attention.h`): chosen blocks are read in place.
+"""Span-expanded attention by C++ compiled for this CPU (`native/attention.h`).
 
-Nothing is gathered: besides inputs and output it keeps one log-sum-exp for each query and head.
+In span-expanded attention a token sees its own chunk up to itself, and the earlier blocks that were chosen for its
+chunk (`reference`). The compiled code reads the chosen keys and values in place, without a copy. The inputs, the
+output, and one log-sum-exp for each query and head are saved for the backward pass. The code computes a chunk in
+pieces: a piece is at most `most_queries()` consecutive queries from one chunk in one row.
 
-Legend as in `reference`; P pieces, N places of chosen blocks.
+A segment is a range of tokens in R consecutive rows; in each of these rows the range is in one document.
+
+Legend: B rows (sequences in a batch), R rows in a segment, L tokens per row, S keys per row (first the S - L keys kept
+from earlier tokens of the document that the row continues, then the row's own L), H query heads, G key/value heads, K
+head size, T chunks in a segment, C slots for chosen blocks per chunk, P pieces.
 """
 
 from __future__ import annotations
@@ -21,9 +28,9 @@ def _unsupported_reason(inputs: SpanInputs) -> str | None:
     return unsupported_types(*inputs[:3])
 
 
-@untraced  # document boundaries decide which keys are read
+@untraced  # the keys to read depend on the values of tensors, so torch.compile can't trace this
 def span_attention(inputs: SpanInputs) -> Tensor:
-    """Compute attention in pieces of chunks, over the chosen blocks and the chunk's own tokens."""
+    """Return every query's attention output (B, L, H, K)."""
     return attend(*inputs[:3], plan_of(inputs))
 
 
@@ -31,7 +38,17 @@ NATIVE = Implementation("native", span_attention, "cpu", unsupported_reason=_uns
 
 
 def plan_of(inputs: SpanInputs) -> AttentionPlan:
-    """Return the compiled form's plan: the pieces of all chunks, and the first keys of their chosen blocks."""
+    """Return the plan that the compiled code executes. A plan contains:
+
+    pieces    (P, 5), sorted by the row in the batch; the columns are the piece's row in the batch, its first query, how
+              many queries it has, the index of its chunk's first line in the table, and the number of its chunk's
+              chosen blocks
+    begins    (B + 1,): the index of each row's first piece, and at the end P
+    first     (B, L): for each query, the index of the first key in its own chunk
+    table     C lines for each chunk of a segment, a column for each key/value head; an entry is the index of a chosen
+              block's first key, or -1 for an empty slot
+    block     tokens per block
+    """
     q_BLHK, k_BSGK, _, cut, chosen = inputs
     (rows, length) = q_BLHK.shape[:2]
     total = k_BSGK.shape[1]

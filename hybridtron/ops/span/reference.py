@@ -1,20 +1,23 @@
-"""Span-expanded attention (SE-Attn): each chunk of a document reads itself and selected earlier blocks.
+"""Span-expanded attention (SE-Attn): tokens attend to their own chunk and to selected earlier blocks.
 
-    chunk t  the tokens t M to t M + M - 1 of a document
-    block j  the tokens j S to j S + S - 1 of it; S divides M
-    y_i = sum_j a_ij v_j,   a_i = softmax over the visible j of  q_i . k_j / sqrt(K)
+    chunk t  the tokens t M to t M + M - 1 in a document
+    block u  the tokens u b to u b + b - 1 in the document; b divides M
+    y_i = sum_j a_ij v_j,   a_i = softmax_j(q_i . k_j / sqrt(K)) over the visible j
 
-Token i sees the tokens j <= i of its own chunk, and all tokens of the blocks that were chosen for its chunk and its
-group of heads; those end before the chunk begins. `choice` has the rules by which they are chosen. Positions are not
-applied here: queries and keys arrive rotated. Without chosen blocks this is attention inside chunks; `shift` makes
-all chunks begin that number of tokens earlier (the first one is then shorter), for shifted sparse attention.
+Token i sees two sets of tokens: the tokens j <= i in its own chunk, and all tokens in the blocks that were chosen for
+its chunk and its key/value head. Chosen blocks end before the chunk begins; `choice` has the rules that choose them.
+Queries and keys arrive with rotary position embedding already applied. If no blocks are chosen, this is attention
+inside chunks. For shifted sparse attention, every chunk begins `shift` tokens earlier, so that the first chunk is
+shorter.
 
-Rows are read as segments: consecutive tokens of one document. Chunks and blocks are counted from the start of the
-document, which may lie before the row, in a carried state.
+A row is a sequence in the batch. Rows are divided into segments: a segment is consecutive tokens in one document.
+Chunks and blocks are counted from the document's start. If the document began in an earlier row, its remembered keys
+precede the row's keys.
 
-Legend: B rows, R those of a segment, L tokens, H query heads, G key/value heads (query head h reads h // (H // G)),
-K head size, S keys in all, of which the row's own are the last L, T chunks that a segment touches, U blocks, C chosen.
-In the equations, and in shapes behind U, S is the size of a block.
+Legend: B rows, R rows in a segment, L tokens, H query heads, G key/value heads (query head h reads h // (H // G)), A =
+H / G query heads for a key/value head, K head size, S keys: the remembered keys, then the row's L keys; T chunks that a
+segment touches, U blocks, C blocks chosen for a chunk. In the equations, a chunk has M tokens, and a block has b
+tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class SpanSegment(NamedTuple):
-    """Consecutive tokens of one document, at the same position in several rows.
+    """Consecutive tokens in one document, at the same positions in several rows.
 
-    `seen` tokens of the document came before the row. The keys of the last `kept` tokens among them precede the row's
-    own keys and may be read; the first of these tokens begins a block.
+    The tokens are at positions `start` to `stop` - 1 in the rows `rows`. `seen` counts the document's tokens in earlier
+    rows. The last `kept` of these tokens can still be read: their keys precede the row's own keys. The first kept token
+    begins a block.
     """
 
     rows: slice
@@ -43,16 +47,19 @@ class SpanSegment(NamedTuple):
 
     @property
     def first_place(self) -> int:
-        """Position in the document of the first token whose key is available."""
+        """Position in the document of the first token whose key can be read."""
         return self.seen - self.kept
 
     @property
     def end_place(self) -> int:
-        """Position in the document after the segment's last token."""
+        """Position in the document just after the segment's last token."""
         return self.seen + self.stop - self.start
 
     def keys(self, own: int, total: int) -> slice:
-        """Return the slice of the segment's keys among all `total` keys; the last `own` are the row's."""
+        """Return the slice of the segment's keys, including the kept keys, among all keys.
+
+        `total` counts all keys; the last `own` keys are the row's.
+        """
         return slice(total - own + self.start - self.kept, total - own + self.stop)
 
 
@@ -65,18 +72,26 @@ class SpanCut(NamedTuple):
     shift: int = 0
 
     def chunks(self, segment: SpanSegment) -> range:
-        """Return the indices of all chunks that a segment touches, counted from its document's start."""
+        """Return the indices of all chunks with tokens in a segment, counted from the document's start."""
         last = (segment.end_place - 1 + self.shift) // self.chunk
         return range((segment.seen + self.shift) // self.chunk, last + 1)
 
     def available(self, segment: SpanSegment) -> list[int]:
-        """Count, for each chunk of a segment, the available blocks that end before the chunk begins."""
+        """Return for each chunk in a segment the number of blocks from which it can choose.
+
+        These are the complete blocks before the chunk whose keys can be read.
+        """
         begins = (chunk * self.chunk - self.shift for chunk in self.chunks(segment))
         return [max(0, begin - segment.first_place) // self.block for begin in begins]
 
 
 class ChunkSpan(NamedTuple):
-    """A chunk: its queries' slice in the row, its own keys' slice among all keys, and how many blocks are chosen."""
+    """A chunk inside a segment.
+
+    queries   the slice of the chunk's queries in the row
+    keys      the slice of the chunk's own keys among all S keys
+    count     how many blocks are chosen for the chunk
+    """
 
     queries: slice
     keys: slice
@@ -84,7 +99,10 @@ class ChunkSpan(NamedTuple):
 
 
 def chunk_spans(cut: SpanCut, segment: SpanSegment, before: int, most: int) -> Iterator[ChunkSpan]:
-    """Yield the chunks of a segment, with at most `most` chosen blocks; the key of token i is at index before + i."""
+    """Yield a segment's chunks, each with at most `most` chosen blocks.
+
+    `before` counts the keys before the row's own: the key of the row's token i has index before + i.
+    """
     into_row = segment.start - segment.seen
     for chunk, available in zip(cut.chunks(segment), cut.available(segment), strict=True):
         begin = chunk * cut.chunk - cut.shift
@@ -95,13 +113,19 @@ def chunk_spans(cut: SpanCut, segment: SpanSegment, before: int, most: int) -> I
 
 
 def chosen_table(chosen_RGTC: Tensor, blocks: int) -> Tensor:
-    """Return a mask of the chosen ones among the first `blocks` blocks, (R, G, T, U); entries of -1 mean no block."""
+    """Return a mask (R, G, T, U), True where a chunk chose a block.
+
+    U is `blocks`. Entries -1 in the input are padding.
+    """
     table = torch.zeros(*chosen_RGTC.shape[:3], blocks + 1, dtype=torch.bool, device=chosen_RGTC.device)
     return table.scatter_(-1, torch.where(chosen_RGTC < 0, blocks, chosen_RGTC), True)[..., :blocks]
 
 
 def _visible(cut: SpanCut, segment: SpanSegment, chosen_RGTC: Tensor | None, device: torch.device) -> Tensor:
-    """Return a segment's mask, True where a query sees a key, (1, 1, L, S) or (R, G, L, S)."""
+    """Return a segment's mask, True where a query sees a key.
+
+    The shape is (R, G, L, S), or (1, 1, L, S) without chosen blocks; here L and S count the segment's tokens and keys.
+    """
     places_S = torch.arange(segment.first_place, segment.end_place, device=device)
     chunks_S = (places_S + cut.shift) // cut.chunk
     places_L = places_S[segment.kept :]
@@ -117,8 +141,9 @@ def _visible(cut: SpanCut, segment: SpanSegment, chosen_RGTC: Tensor | None, dev
 class SpanInputs(NamedTuple):
     """Queries, keys and values, the division of their rows, and the blocks chosen for each chunk.
 
-    `chosen` holds for each segment the blocks of each chunk, (R, G, T, C), counted from the first available key. Chunks
-    with fewer than C blocks are filled up with -1. None stands for a segment whose chunks have no blocks.
+    `chosen` has an entry for each segment: the indices (R, G, T, C) of the blocks that each chunk reads, or None if no
+    chunk in the segment reads a block. Block 0 begins at the segment's first readable key. Chunks with fewer than C
+    blocks are padded with -1.
     """
 
     q_BLHK: Tensor
@@ -129,7 +154,7 @@ class SpanInputs(NamedTuple):
 
 
 def span_attention(inputs: SpanInputs) -> Tensor:
-    """Compute attention by the rules, with a dense mask and an fp32 softmax."""
+    """Return the output (B, L, H, K), computed with a dense mask and a softmax in at least fp32."""
     q_BLHK, k_BSGK, v_BSGK, cut, chosen = inputs
     y_BLHK = torch.zeros_like(q_BLHK)
     share = q_BLHK.shape[2] // k_BSGK.shape[2]

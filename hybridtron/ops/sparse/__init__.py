@@ -1,4 +1,4 @@
-"""Sparse attention: to recent, first and strided keys, to keys in the same hash bin, to keys with the best scores."""
+"""Sparse attention to few keys: recent, first and strided keys, keys in the query's hash bin, and the best keys."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.sparse import dense, reference, tiled, triton

@@ -1,13 +1,21 @@
 """Bins of queries and keys by a random projection: similar vectors share a bin (locality-sensitive hashing).
 
-    argmax  the index of the column of H with the largest product: h bins
-    sign    the signs of the products as a binary number, the first column its highest digit: 2^h bins
+In sparse attention with the rule `bin`, a query sees keys in its own bin. To find the bin for a query or key, a mean is
+subtracted from the vector, and the difference is multiplied by a random matrix (N, h). The bin follows from the h
+products, by one of two rules:
 
-Vectors are centred first. Their length does not matter, so they need not be normalized. Centred over its own features,
-a vector has a bin that depends on no other token. Centred over the sequence, as in the code published with the method,
-a later token changes the bins of earlier ones. The second way is only for reproducing results.
+    argmax  the index of the largest product: h bins
+    sign    the signs of the products as a binary number, with the first product as its highest digit: 2^h bins
 
-Legend as in `reference`, h hashes.
+There are two choices for the mean:
+
+    features  over the vector's own features: the bin depends on no other token, and scaling the vector by a positive
+              number does not change its bin
+    document  over all vectors in the document: a later token changes earlier tokens' bins, so this choice is only
+              for reproducing results from the code published with the method
+
+Legend: R rows: one for each sequence in the batch and each head group; S vectors (queries or keys), N features, h
+columns in the random matrix (hashes), D documents.
 """
 
 from __future__ import annotations
@@ -19,14 +27,18 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 def hash_matrix(seed: int, size: int, hashes: int, device: torch.device) -> Tensor:
-    """Draw standard normal numbers (N, h) in fp32, the same on every rank."""
+    """Return standard normal random numbers (N, h) in fp32, drawn on the CPU so that every rank gets equal numbers."""
     generator = torch.Generator().manual_seed(seed >> 1)
     return torch.randn(size, hashes, generator=generator).to(device, non_blocking=True)
 
 
 @torch.no_grad()
 def hash_bins(x_RSN: Tensor, documents_RS: Tensor, matrix_Nh: Tensor, rule: str, centre: str) -> Tensor:
-    """Return the bin of every vector, (R, S) in int64."""
+    """Return every vector's bin, (R, S) in int64.
+
+    `rule` is "argmax" or "sign". If `centre` is "features", the mean over a vector's own features is subtracted, else
+    the mean over its document.
+    """
     wide_RSN = at_least_fp32(x_RSN)
     if centre == "features":
         mean_RSN = wide_RSN.mean(-1, keepdim=True)
@@ -40,8 +52,8 @@ def hash_bins(x_RSN: Tensor, documents_RS: Tensor, matrix_Nh: Tensor, rule: str,
 
 
 def _document_means(x_RSN: Tensor, documents_RS: Tensor) -> Tensor:
-    """Return for every token the mean over its document, later tokens included."""
-    number_RS = documents_RS + 1  # keys without a token have document -1
+    """Return for every token the mean vector of its document, including later tokens."""
+    number_RS = documents_RS + 1  # from 0 on, since empty slots of the memory have document -1
     number_RSN = number_RS[..., None].expand_as(x_RSN)
     sums_RDN = x_RSN.new_zeros(len(x_RSN), int(number_RS.max()) + 1, x_RSN.shape[2])
     counts_RDN = torch.zeros_like(sums_RDN).scatter_add_(1, number_RSN, torch.ones_like(x_RSN))

@@ -1,10 +1,14 @@
-"""The state of sparse attention: remembered keys, so that a document cut into rows gives the results of the uncut one.
+"""The state of sparse attention: the keys that a document's next row still needs.
 
-The memory has the keys that a later query can see under a budget, each with its value, its place and its score: the
-last ones, the first ones, the last ones at the stride, the last ones of every bin, the best ones. No later query sees
-any other key. Bins are computed from the keys again, because the hash may change with the next training step.
+In sparse attention, a query sees only the keys that rules select: the recent, first or strided keys of the document,
+the last keys in the query's hash bin, or the keys with the best scores (`reference`). A row is a sequence in the batch,
+and a document may be longer than a row. The memory after a row holds all keys from the row's last document that a later
+query can see under the rules, each with its value, its position in the document and its score. With the memory, a
+document that is divided into rows gives the same results as in a single row. Hash bins are not remembered but computed
+again from the keys, because the hash may change with the next training step.
 
-Legend as in `reference`; M slots of the memory.
+Legend: R rows: one for each sequence in the batch and each head group; L tokens in a row, M slots in the memory, S = M
++ L available keys, N key size, P value size, C best keys.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ from hybridtron.ops.sparse.reference import Budget
 
 
 class SparseMemory(NamedTuple):
-    """Remembered keys in the order of the text, with empty slots before them.
+    """Remembered keys in text order, preceded by empty slots.
 
-    places_RM: the tokens' positions in their document, counted from 1; 0 for an empty slot. length_R: the number of the
-    document's tokens so far.
+    places_RM holds the tokens' positions in their document, counted from 1; it is 0 for an empty slot. length_R holds
+    the document's token count so far.
     """
 
     keys_RMN: Tensor
@@ -35,10 +39,10 @@ class SparseMemory(NamedTuple):
 
 
 class SparseKeys(NamedTuple):
-    """All available keys: the remembered ones, then the row's own.
+    """All available keys: the remembered keys, then the row's own keys.
 
-    documents_RS: the number of each token's document in the row; -1 for an empty slot of the memory. places_RS: each
-    token's position in its document, counted from 0.
+    documents_RS holds the index of each token's document in the row; it is -1 for an empty slot in the memory.
+    places_RS holds each token's position in its document, counted from 0 (but `SparseMemory` counts from 1).
     """
 
     keys_RSN: Tensor
@@ -49,7 +53,10 @@ class SparseKeys(NamedTuple):
 
 
 def joined(memory: SparseMemory | None, own: SparseKeys) -> SparseKeys:
-    """Put the row's keys behind the remembered ones; its first document continues where the memory ends."""
+    """Return the remembered keys, followed by the row's own keys.
+
+    The row's first document continues the memory's document, so its positions are increased.
+    """
     if memory is None:
         return own
     first_RL = own.documents_RS == own.documents_RS[:, :1]
@@ -68,7 +75,10 @@ def joined(memory: SparseMemory | None, own: SparseKeys) -> SparseKeys:
 
 
 def merged(memories: Sequence[SparseMemory], length_R: Tensor) -> SparseMemory:
-    """Merge memories from consecutive parts of a document that has `length_R` tokens so far, empty slots first."""
+    """Merge the memories from consecutive ranges of a document's tokens, and put empty slots first.
+
+    `length_R` counts the document's tokens up to the last range's end.
+    """
     places_RM = torch.cat([memory.places_RM for memory in memories], dim=1)
     order_RM = (places_RM > 0).int().argsort(dim=1, stable=True)
 
@@ -85,9 +95,10 @@ def merged(memories: Sequence[SparseMemory], length_R: Tensor) -> SparseMemory:
 
 
 def remember(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None, slots: int) -> SparseMemory:
-    """Return the memory after a row: the keys of its last document that later queries can see.
+    """Return the memory after a row: the keys from the row's last document that later queries can see.
 
-    It has `slots` slots, which must be enough for these keys.
+    The memory has `slots` slots; the caller chooses a number that is enough for these keys. `bins_RS` are the keys'
+    bins, or None.
     """
     keys, values, _, places_RS, scores = at_hand
     needed_RS = _needed(budget, at_hand, bins_RS)
@@ -105,12 +116,12 @@ def remember(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None, slots:
 
 
 def picked(x_RS: Tensor, order_RM: Tensor) -> Tensor:
-    """Return the entries of every row at these indices, which must differ from each other."""
+    """Return the entries of every row at the indices `order_RM`, which must be distinct within a row."""
     return _Picked.apply(x_RS, order_RM)  # type: ignore[return-value]
 
 
 class _Picked(torch.autograd.Function):
-    """Autograd function that gathers entries; unlike torch's `gather`, it does not keep its input for backward."""
+    """Autograd function that gathers entries; unlike torch's `gather`, it saves only the indices for backward."""
 
     @staticmethod
     def forward(ctx: Any, x_RS: Tensor, order_RM: Tensor) -> Tensor:
@@ -126,13 +137,13 @@ class _Picked(torch.autograd.Function):
 
 
 def _over(order_RM: Tensor, x_RS: Tensor) -> Tensor:
-    """Expand an index of entries over their channels."""
+    """Expand indices (R, M) over the further axes of x, as torch's `gather` requires."""
     index = order_RM.view(*order_RM.shape, *[1] * (x_RS.dim() - 2))
     return index.expand(*order_RM.shape, *x_RS.shape[2:])
 
 
 def _needed(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None) -> Tensor:
-    """Mark the keys that a later query in the last document can see."""
+    """Return a mask (R, S) of the keys that a later query in the last document can see."""
     documents_RS = at_hand.documents_RS
     places_RS = at_hand.places_RS
     last_RS = documents_RS == documents_RS[:, -1:]
@@ -150,7 +161,7 @@ def _needed(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None) -> Tens
 
 
 def _later(class_RS: Tensor) -> Tensor:
-    """Count the later tokens in each token's class."""
+    """Return for each token the number of later tokens in its class, (R, S)."""
     total = class_RS.shape[1]
     index_S = torch.arange(total, device=class_RS.device)
     sorted_RS, order_RS = (class_RS * total + index_S).sort(dim=1)

@@ -1,14 +1,17 @@
-"""The ranking loss, which teaches key scores to order keys as attention would, and the query sums for these scores.
+"""The ranking loss: a small network learns to score keys in the order that attention weights would give them.
 
-In each row some tokens are candidates, with scores x. The queries that may see a candidate's key give its worth y:
+Sparse attention selects the keys with the best scores. The network's input is a key and the normalized running sum of
+queries, which this file computes (`query_directions`). For the loss, some tokens in each row are drawn at random as
+candidates. A candidate j has a score x_j and a worth w_j:
 
-    y_j = sum over the queries i >= j of the document of  sigmoid(q_i . k_j);    `mean` divides by their number
-    loss = mean over pairs i, j of candidates of a document of  BCE(x_i - x_j, T_ij)
-    T_ij = 1 where y_i > y_j, 1/2 where they are equal, else 0
+    w_j = sigmoid(q_l . k_j), summed over the queries l >= j in the candidate's document
+    loss = BCE(x_i - x_j, T_ij), averaged over all pairs (i, j) of candidates in one document
+    T_ij = 1 if w_i > w_j, 1/2 if w_i = w_j, else 0
 
-With `sum`, as in the published code, early keys have more queries and so are worth more; with `mean` they are not.
+BCE is the binary cross-entropy with logits. As in the published code, w_j is a sum, so early keys are worth more, since
+more queries follow them. The mixer may divide w_j by the number of queries in the sum, so that w_j is a mean.
 
-Legend as in `reference`, C candidates.
+Legend: R rows: one for each sequence in the batch and each head group; L tokens, N key size, C candidates.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from hybridtron.ops.precision import at_least_fp32
 
 @torch.no_grad()
 def query_directions(q_RLN: Tensor, documents_RL: Tensor, before_RN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's normalized sum of its document's queries so far, and the last sum; in fp32 or float64.
+    """Return each token's normalized running sum of queries (R, L, N), and the row's last sum (R, N), not normalized.
 
-    `before_RN` is the query sum over the tokens of the first document that came before the row.
+    A running sum adds the queries in the token's document up to the token. `before_RN` sums the queries that the row's
+    first document has in earlier rows. Results are in fp32 (float64 for float64 inputs).
     """
     wide_RLN = at_least_fp32(q_RLN)
     wide_RLN = torch.cat((wide_RLN[:, :1] + before_RN[:, None].to(wide_RLN.dtype), wide_RLN[:, 1:]), dim=1)
@@ -33,9 +37,10 @@ def query_directions(q_RLN: Tensor, documents_RL: Tensor, before_RN: Tensor) -> 
 
 
 def document_sums(x_RLN: Tensor, documents_RL: Tensor) -> Tensor:
-    """Return running sums over each document's tokens.
+    """Return running sums over each document's tokens, with a loop over documents.
 
-    Every document is summed by itself: with differences of a row's sums its bits would depend on other documents.
+    Differences between running sums over the full row would need no loop. But their rounding in one document would
+    depend on the documents before it.
     """
     number_RL = (documents_RL[:, 1:] != documents_RL[:, :-1]).cumsum(1)
     number_RL1 = F.pad(number_RL, (1, 0))[..., None]
@@ -49,7 +54,8 @@ def document_sums(x_RLN: Tensor, documents_RL: Tensor) -> Tensor:
 def doubled_sums(x_RLN: Tensor, documents_RL: Tensor) -> Tensor:
     """Return running sums over each document's tokens, doubling the number of summed tokens in each pass.
 
-    The order of summation differs from `document_sums`. The host need not know the number of documents.
+    This function is for GPUs. `document_sums` loops over documents, so on a GPU the host would have to wait for the
+    document count. The two functions add in different orders.
     """
     reach = 1
     while reach < x_RLN.shape[1]:
@@ -61,7 +67,7 @@ def doubled_sums(x_RLN: Tensor, documents_RL: Tensor) -> Tensor:
 
 
 def candidates(seed: int, rows: int, length: int, most: int, device: torch.device) -> Tensor:
-    """Draw at most `most` random tokens from each row, (R, C) in int64, as a function of the seed."""
+    """Return the positions (R, C) of at most `most` different tokens drawn from each row; they depend on the seed."""
     numbers_RL = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed >> 1), dtype=torch.float64)
     return numbers_RL.topk(min(most, length), dim=-1).indices.to(device, non_blocking=True)
 
@@ -70,9 +76,10 @@ def candidates(seed: int, rows: int, length: int, most: int, device: torch.devic
 def worth_of_keys(
     q_RLN: Tensor, documents_RL: Tensor, first: int, k_RCN: Tensor, documents_RC: Tensor, chosen_RC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return each candidate's sum in y, and its number of queries, both (R, C).
+    """Return each candidate's summed sigmoids, and the number of summed queries, both (R, C).
 
-    `chosen_RC` has the candidates' positions in the row; the first query has position `first`.
+    A query is summed if it is in the candidate's document, and at or after the candidate. `chosen_RC` holds the
+    candidates' positions in the row. `first` is the first query's position.
     """
     places_L = torch.arange(first, first + q_RLN.shape[1], device=q_RLN.device)
     asks_RLC = (places_L[:, None] >= chosen_RC[:, None]) & (documents_RL[..., None] == documents_RC[:, None])
@@ -81,7 +88,7 @@ def worth_of_keys(
 
 
 def ranking_loss(scores_RC: Tensor, worth_RC: Tensor, documents_RC: Tensor) -> Tensor:
-    """Return the loss, averaged over the pairs of each row that are in one document, then over rows."""
+    """Return the loss, averaged first over each row's pairs of candidates in one document, then over rows."""
     logits_RCC = scores_RC[:, :, None] - scores_RC[:, None]
     larger_RCC = torch.sign(worth_RC[:, :, None] - worth_RC[:, None])
     losses_RCC = F.binary_cross_entropy_with_logits(logits_RCC, (larger_RCC + 1) / 2, reduction="none")

@@ -1,20 +1,26 @@
-"""Sparse attention: a query sees few keys, selected by their position, by the bins of a hash, or by their scores.
+"""Sparse attention: a query sees few keys, selected by their position, their hash value, or their score.
 
-    y_i = sum_j a_ij v_j,   a_i = softmax over the keys j that i sees of  q_i . k_j;   0 where it sees none
+    y_i = sum_j a_ij v_j,   a_i = softmax_j(q_i . k_j) over the keys j that query i sees
+    y_i = 0 if query i sees no key
 
-The keys are already scaled. Token i sees only tokens j <= i of its document. Among these the rules of a budget select
-keys, and the query sees all that some rule selects:
+The caller has already divided the keys by the square root of their size N. Query i can see only tokens j <= i in its
+document. Five rules select keys among these tokens. The budget has for each rule the maximum number of keys that the
+rule selects for a query. A query sees every key that at least one rule selects:
 
-    recent   the last ones
-    first    the first ones of the document
-    strided  the last ones at places of the document that are multiples of `stride`, counted from 1
-    bin      the last ones whose keys are in the query's bin
-    best     those with the largest scores among all up to the query; ties go to the earlier key
+    recent   the last keys, the query's own token included
+    first    the first keys in the document
+    strided  the last keys whose position in the document, counted from 1, is a multiple of `stride`
+    bin      the last keys in the query's bin; the bin of a query or key is its hash value (`hashing.py`)
+    best     the keys with the largest scores; between two keys with equal scores, the earlier key is preferred
 
-In the order of the text, the row's own keys follow those remembered from its first document (`memory`).
+In the rule `best`, a key has one score, which is the same for every query. The caller passes these scores
+(`scores_RS`); they are not the products q . k.
 
-Legend: R rows, one for each group of heads in each row of the batch; L queries, S keys in all, the last L of which are
-the row's own; N size of a key, P of a value.
+A sequence may continue a document from the previous sequence. Then the keys that are remembered from this document
+(`memory.py`) precede the sequence's own keys.
+
+Legend: R rows: one for each sequence in the batch and each head group; L queries; S keys: the remembered keys, then the
+sequence's L keys; N key size, P value size, K best keys.
 """
 
 from __future__ import annotations
@@ -28,7 +34,10 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class Budget(NamedTuple):
-    """The maximum number of keys that each rule selects for a query; rules may select the same key."""
+    """The maximum number of keys that each rule selects for a query (0: the rule is off), and the stride.
+
+    Two rules may select the same key.
+    """
 
     recent: int = 0
     first: int = 0
@@ -39,10 +48,13 @@ class Budget(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The inputs of the rules that select a query's keys; no gradient flows through them.
+    """The inputs to the rules that select a query's keys. They get no gradient.
 
-    documents_RS: the number of each token's document in its row, rising; -1 for a key without a token.
-    places_RS: each token's position in its document. Bins and scores are given if the budget has a rule for them.
+    budget: maximum number of keys per rule
+    documents_RS: index of each key's document, which never decreases along a row; -1 for an empty slot in the memory
+    places_RS: each key's position in its document, counted from 0
+    query_bins_RL, key_bins_RS: hash values; None if the rule `bin` is off
+    scores_RS: one score per key; None if the rule `best` is off
     """
 
     budget: Budget
@@ -54,7 +66,7 @@ class Seen(NamedTuple):
 
 
 class SparseInputs(NamedTuple):
-    """Queries, keys and values, and the inputs of the rules that select keys."""
+    """Queries, keys and values, and the inputs to the rules that select keys."""
 
     q_RLN: Tensor
     k_RSN: Tensor
@@ -63,7 +75,7 @@ class SparseInputs(NamedTuple):
 
 
 def visible_keys(seen: Seen, length: int) -> Tensor:
-    """Apply the rules: return a mask for the last `length` tokens, True where one sees a key, (R, L, S)."""
+    """Return the mask (R, L, S), True where a query sees a key; the L = `length` queries belong to the last L keys."""
     budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, scores_RS = seen
     total = documents_RS.shape[1]
     index_S = torch.arange(total, device=documents_RS.device)
@@ -83,12 +95,12 @@ def visible_keys(seen: Seen, length: int) -> Tensor:
 
 
 def last_ones(true: Tensor, most: int) -> Tensor:
-    """Keep only the last `most` true entries along the last axis."""
+    """Return the mask `true`, in which only the last `most` True entries along the last axis are kept."""
     return true & (true.flip(-1).cumsum(-1).flip(-1) <= most)
 
 
 def sparse_attention(inputs: SparseInputs) -> Tensor:
-    """Compute attention by the rules, with a dense mask and an fp32 softmax; (R, L, P)."""
+    """Return the output (R, L, P), computed with a dense mask and a softmax in at least fp32."""
     q_RLN, k_RSN, v_RSP = (at_least_fp32(x) for x in inputs[:3])
     visible_RLS = visible_keys(inputs.seen, q_RLN.shape[1])
     empty_RL = ~visible_RLS.any(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 (SSD), and its recurrence as an op of its own."""
+"""Mamba-2's scan (SSD) as the op `ssd_scan`, and its recurrence with given decays as the op `decay_scan`."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.ssd import chunked, mamba_ssm, native, reference, triton

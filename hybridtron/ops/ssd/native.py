@@ -1,6 +1,7 @@
-"""The scan of Mamba-2 compiled for this CPU: matrix products over chunks that stay in the cache (`native/ssd.h`).
+"""Mamba-2's scan by C++ compiled for this CPU (`native/ssd.h`): matrix multiplications over chunks that fit in a cache.
 
-Legend: as in `reference`; Q head size padded to full SIMD vectors. States are (B, H, N, Q) inside.
+Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G groups, N state size, Q head size padded to
+full SIMD vectors. The compiled code stores states as (B, H, N, Q).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from hybridtron.ops.native.tensors import Tokens
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs, initial_state
 
-UNIT = 256  # channels in a unit: its heads share the products of B and C, which every unit computes again
+UNIT = 256  # maximum channels (heads times P) per unit of work; its heads share C B^T, which every unit computes once
 
 
 class SSDTask(ctypes.Structure):
-    """Arguments of the compiled functions: `Ssd` in ssd.h."""
+    """Arguments of the compiled functions, with the fields of the C++ struct `Ssd` in ssd.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "groups", "states", "unit")),
@@ -34,9 +35,11 @@ class SSDTask(ctypes.Structure):
 
 
 class NativeSSDRow(NamedTuple):
-    """Inputs of both scans for the compiled code.
+    """Inputs of `ssd_scan` or `decay_scan` for the compiled code.
 
-    For the decay scan A and bias are None, `dt` has the log decays, and `step` and `own` are its steps (None for 1).
+    For `ssd_scan`, `step` and `own` are None. For `decay_scan`, `x`, `b` and `c` hold v, k and q, `dt` holds the log
+    decays, A and bias are None, and `step` and `own` hold `step` and `own_step` (None for 1).
+    `ops.native.recurrence.NativeRow` describes the constants.
     """
 
     x_BLHP: Tensor

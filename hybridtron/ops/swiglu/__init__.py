@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU block."""
+"""SwiGLU's gate: the op `swiglu` and its implementations, the preferred one first."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.swiglu import native, recomputed, reference, triton

@@ -1,4 +1,4 @@
-"""The gate of SwiGLU compiled for this CPU (`native/swiglu.cpp`): one pass that keeps its input for backward."""
+"""SwiGLU's gate by C++ compiled for this CPU (`native/swiglu.cpp`); only the input is saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hybridtron.ops.native.tensors import Tokens, as_rows, like, scalar, unsuppo
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.swiglu.reference import SwiGLUInputs
 
-WORTH = 2**16  # gate values that repay one more thread
+WORTH = 2**16  # elements of gate per thread; with fewer elements an additional thread costs more than it saves
 
 
 class SwiGLUTask(ctypes.Structure):
-    """Arguments of the compiled functions: `SwiGLU` in swiglu.cpp."""
+    """Arguments for the compiled functions, with the fields of the C++ struct `SwiGLU` in swiglu.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels")),
@@ -41,7 +41,7 @@ NATIVE = Implementation("native", swiglu, "cpu", unsupported_reason=_unsupported
 
 
 class _NativeGate(torch.autograd.Function):
-    """Autograd function that keeps its input; gate and up are the halves of the last axis."""
+    """Autograd function that saves only its input; gate and up are the halves of the input's last axis."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, multiplier: float) -> Tensor:

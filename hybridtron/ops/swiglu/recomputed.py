@@ -1,4 +1,7 @@
-"""SwiGLU that keeps only its two inputs for backward; plain autograd would also keep silu(gate)."""
+"""SwiGLU's gate in torch, with only gate and up saved for the backward pass.
+
+Plain autograd would also save silu(multiplier * gate).
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""BABILong (Kuratov et al. 2024): stories of bAbI hidden in text, qa1 to qa10."""
+"""BABILong (Kuratov et al. 2024): the stories of bAbI's tasks qa1 to qa10, hidden in long texts."""

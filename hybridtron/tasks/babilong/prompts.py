@@ -1,7 +1,7 @@
 """BABILong's prompts: an instruction, examples, and the required answer format.
 
-The wording, misspellings included, follows the public prompts, except for a stray `<context>` in qa10's examples.
-The text and the question follow the prompt.
+The wording, including misspellings, is that of the public prompts. Only a misplaced `<context>` in qa10's examples is
+left out. In a sample, the long text and the question follow the prompt.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ ONE_WORD = "Your answer should contain only one word{} Do not write anything els
 
 @dataclass(frozen=True)
 class Prompt:
-    """A story's prompt.
+    """The prompt for one of bAbI's tasks.
 
     instruction  the first paragraph
-    examples     for each example: (facts with a question, answer)
+    examples     pairs (facts with a question, answer)
     post         the required answer format
-    answer       template for the answer in training; numbered fields are filled from Asked.about
+    answer       template for answers in training data: {answer} is the answer, and numbered fields are the entries of
+                 `stories.Asked.about`
     between      separator between examples
     """
 

@@ -1,9 +1,10 @@
-"""The base class for RULER's tasks: metric, shuffling and lists.
+"""The base class for RULER's tasks, with their metric and their shuffling, and a function that joins words.
 
-Templates, rules and metrics follow the public generator. `faithful=true` also reproduces its accidents: texts grow in
-steps of 500 words or 25 lines, and all samples are shuffled alike, so that facts are at the same positions.
-Its random stream is not reproduced: here a sample depends only on its seed and index. The answers in training data are
-ours, since the public suite only evaluates.
+Prompts, rules and metrics follow RULER's public generator. With `faithful=true` two unintended properties of the
+generator are reproduced too. A text is lengthened in coarse steps, such as 500 words or 25 lines, so it may be much
+shorter than the context. And all samples are shuffled by the same permutation, so facts are at the same positions in
+every sample. The generator's random numbers are not reproduced: here a sample depends only on its seed and index. RULER
+has no training data, so the wording of training answers is ours.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from hybridtron.tasks.base import Sample
 from hybridtron.tasks.fitted import FittedTask
 from hybridtron.tasks.metrics import string_match_all
 
-SHUFFLE_SEED = 42  # the public generator's
-SHORT = 4096  # length below which the public generator takes smaller steps
+SHUFFLE_SEED = 42  # the public generator's seed for shuffling
+SHORT = 4096  # context length in tokens; below it the public generator takes finer steps, or an easier variant
 
 
 class RulerTask(FittedTask):
-    """A task scored by the fraction of its outputs that occur in the answer."""
+    """A task scored by the fraction of the expected strings (RULER's `outputs`) that occur in the model's answer."""
 
     faithful: bool
 
@@ -29,17 +30,17 @@ class RulerTask(FittedTask):
         return {"string_match_all": string_match_all(answer, sample.outputs)}
 
     def chance(self) -> float:
-        return 0.0  # answers are among thousands of words or millions of numbers
+        return 0.0  # nearly 0: the possible answers are thousands of words or millions of numbers
 
     def shuffled(self, items: list[Any], random: Random) -> list[Any]:
-        """Return the items shuffled: by the sample's `random`, or with `faithful` by the same seed for all samples."""
+        """Return the items in random order, drawn by `random`; with `faithful`, by one seed for all samples."""
         items = list(items)
         (Random(SHUFFLE_SEED) if self.faithful else random).shuffle(items)
         return items
 
 
 def listed(items: Sequence[str]) -> str:
-    """Join items as `a, b, c, and d`."""
+    """Join items as `a, b, c, and d`; two items as `a, and b`."""
     if len(items) > 1:
         return ", ".join(items[:-1]) + ", and " + items[-1]
     return items[0]

@@ -1,7 +1,8 @@
 """RULER's frequent words: find the three most frequent coded words, whose frequencies follow a zeta distribution.
 
-In a text with N words, the word at rank k appears floor(N k^-2 / zeta(2)) times. Rank 1 is written as dots, which the
-question excludes; the answer is ranks 2 to 4. There are (length - 50) // 50 different words, each 6 random letters.
+A text has N words. The word at rank k appears floor(N k^-2 / zeta(2)) times. The word at rank 1 is written as dots,
+which the question excludes, so the answer is the words at ranks 2 to 4. A coded word has 6 random letters. The number
+of different words is (length - 50) // 50, but at least 4.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ PREFIX = " Answer: According to the coded text above, the three most frequently 
 DOTS = "..."
 ZETA_2 = pi**2 / 6
 LETTERS = 6
-FEWEST = 74  # from this N on, floor(c / 16) > floor(c / 25) with c = N / zeta(2): rank 4 is more frequent than rank 5
+# Minimum N. From this number on the word at rank 4 is more frequent than the word at rank 5:
+# floor(c / 16) > floor(c / 25) with c = N / zeta(2).
+FEWEST = 74
 
 
 @dataclass(frozen=True)
 class FrequentWords(RulerTask):
-    """The frequent words task; texts grow by words."""
+    """The frequent words task; texts grow by words.
+
+    faithful  also reproduce accidents of the public generator (base.py)
+    """
 
     generate: ClassVar[int] = 50
 

@@ -1,8 +1,9 @@
-"""Substitutes for RULER's question answering that need no download: questions about made-up people.
+"""Substitutes for RULER's question answering that need no download: questions about invented people.
 
-A document describes one person: six attributes, and a partner, who also has a document. qa_synth_1 asks for a person's
-attribute, qa_synth_2 for an attribute of a person's partner, for which two documents are needed. Each value is one of
-12, so a guess is right with probability 1/12. Scores are not comparable with those of RULER's qa_1 and qa_2.
+A document describes one person by six attributes, and names the person's partner, who has another document. qa_synth_1
+asks for an attribute of a person. qa_synth_2 asks for an attribute of a person's partner, so the answer requires two
+documents. Each attribute has 12 possible values, so a guess is right with probability 1/12. Scores are not comparable
+with scores for RULER's qa_1 and qa_2.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ ENDS = "lnrs"
 
 @dataclass(frozen=True)
 class SyntheticQuestions(RulerTask):
-    """A question for a person's attribute (hops=1), or for that of the person's partner (hops=2)."""
+    """A question about invented people. A text is lengthened by adding documents.
+
+    hops      1 asks about a person, 2 about a person's partner
+    faithful  also reproduce accidents of RULER's public generator (base.py)
+    """
 
     generate: ClassVar[int] = 32
 
@@ -92,7 +97,7 @@ class SyntheticQuestions(RulerTask):
 
 
 def described(name: str, values: dict[str, str], partner: str, random: Random) -> str:
-    """Write a person's document, with its sentences in random order."""
+    """Return a person's document, with its sentences in random order."""
     sentences = [SENTENCES[kind].format(name=name, value=value) for kind, value in values.items()]
     sentences.append(f"The partner of {name} is {partner}.")
     random.shuffle(sentences)
@@ -100,7 +105,7 @@ def described(name: str, values: dict[str, str], partner: str, random: Random) -
 
 
 def people(random: Random, count: int) -> list[str]:
-    """Make up `count` distinct names, first and last."""
+    """Return `count` distinct random names, each with a first and a last name."""
     names: dict[str, None] = {}
     while len(names) < count:
         parts = [_syllables(random) for _ in range(2)]

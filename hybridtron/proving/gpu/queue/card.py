@@ -1,4 +1,4 @@
-"""Name of this machine's kind of GPU, as results and rehearsals use it."""
+"""Name for this machine's kind of GPU, as results and rehearsals use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from hybridtron.planning.rates import GPUS
 
 
 def card_here() -> str | None:
-    """Return the GPU's kind as `planning/rates` names it (`h100`), else the driver's name, or None without a GPU."""
+    """Return the name of the GPU's kind in `planning/rates`, such as `h100`, or None on a machine without a GPU.
+
+    For a kind that `planning/rates` does not have, return the name that the driver reports.
+    """
     if compute_device().type == "cpu":
         return None
     name = describe_device().partition(",")[0]

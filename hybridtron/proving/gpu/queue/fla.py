@@ -1,8 +1,21 @@
-"""Calls flash-linear-attention's kernels with our ops' inputs; the only file that names that package.
+"""Calls flash-linear-attention's kernels with our ops' inputs; no other file calls this package.
 
-The package can compute gates and norms itself, but here it gets the same inputs as our ops, and a scale of 1. Before
-Triton 3.7.1 it refuses gradients of the gated delta rule on Hopper, because they are wrong there. Only their time is
-measured here, so the refusal is disabled and gradients are not compared.
+The package can compute gates and norms itself. This file does not use these options: the package gets our ops' inputs,
+and 1 as scale.
+
+With Triton before 3.7.1, the package refuses to compute the gated delta rule's gradients on Hopper GPUs, because they
+are wrong. `delta` disables this refusal: only the time of the gradients is measured, and their values are not used.
+
+Letters for shapes:
+
+    B   sequences
+    L   tokens
+    H   heads
+    G   in `delta`, decays per head; in `ssd`, head groups
+    N   key channels per head, or state size
+    P   value channels per head
+    C   channels in the convolution
+    W   width of the convolution
 """
 
 from __future__ import annotations
@@ -22,7 +35,7 @@ from hybridtron.ops.ssd import SSDInputs
 
 
 def module(name: str) -> Any:
-    """Return one of the package's modules. Raises RuntimeError with the reason if it is missing."""
+    """Return the package's module `fla.NAME`. Raises RuntimeError with the reason if it can't be imported."""
     package = optional_package(f"fla.{name}")
     if package.module is None:
         raise RuntimeError(f"fla.{name} is {package.reason}: pip install --no-deps fla-core einops")
@@ -36,14 +49,17 @@ def gla(inputs: GLAInputs) -> Tensor:
 
 
 def rwkv6(inputs: GLAInputs, bonus_HN: Tensor) -> Tensor:
-    """Compute gla_scan with RWKV-6's bonus for the token's own key and value."""
+    """Compute RWKV-6's recurrence: gla_scan, with a bonus that weights the current token's own key and value."""
     r, k, v, w = inputs[:4]
     y_BLHP, _ = module("ops.rwkv6").chunk_rwkv6(r, k, v, w, bonus_HN.to(r.dtype), scale=1.0)
     return y_BLHP
 
 
 def delta(inputs: DeltaInputs) -> Tensor:
-    """Compute delta_scan with Gated DeltaNet's kernels for decays per head, or KDA's for decays per key channel."""
+    """Compute delta_scan: by Gated DeltaNet's kernels for decays per head, by KDA's kernels for decays per channel.
+
+    g has log decays; its last axis has size 1 if decays are per head.
+    """
     q, k, v, beta_BLH, g_BLHG = inputs[:5]
     beta_BLH = beta_BLH.to(v.dtype)
     if g_BLHG.shape[-1] > 1:
@@ -54,7 +70,10 @@ def delta(inputs: DeltaInputs) -> Tensor:
 
 
 def ssd(inputs: SSDInputs) -> Tensor:
-    """Compute ssd_scan as gated linear attention with one decay per head; B and C are repeated for every head."""
+    """Compute ssd_scan as gated linear attention with one decay per head.
+
+    C, B and dt x take the roles of queries, keys and values. A group's B and C are repeated for each head in the group.
+    """
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, _, _ = inputs
     delta_BLH = step_sizes(dt_BLH, dt_bias_H)
     heads = x_BLHP.shape[2] // B_BLGN.shape[2]
@@ -72,6 +91,6 @@ def conv(inputs: ConvInputs) -> Tensor:
 
 
 def gated_rms_norm(inputs: RMSNormInputs, gate: Tensor) -> Tensor:
-    """Compute norm and gate, in one kernel for each pass."""
+    """Compute the gated norm, for which the package has one forward and one backward kernel."""
     norm = module("modules.norm.fused_norm_gate")
     return norm.rms_norm_gated(inputs.x, gate, inputs.weight.to(torch.float32), None, eps=inputs.eps)
